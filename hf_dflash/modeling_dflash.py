@@ -1,0 +1,505 @@
+"""The draft networks: a small Qwen3-style decoder that reads a target's hidden states and fills in a block of tokens.
+
+Owns: `DFlashDraftModel` and `DFlash2DraftModel`, their weights, the attention masks of a block, the dtypes they run in, and how
+their output becomes candidate tokens. Weight names are those of the published checkpoints.
+
+Does not know: the target (its embeddings, hidden states and head come in as arguments), caches beyond `update` and
+`get_seq_length`, published layouts, decoding. This file travels to the Hub, so it imports torch, transformers and its siblings.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+from transformers import initialization as init
+from transformers.cache_utils import DFlashCache
+from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, PreTrainedModel
+from transformers.models.qwen3.modeling_qwen3 import (
+    Qwen3MLP,
+    Qwen3RMSNorm,
+    Qwen3RotaryEmbedding,
+    eager_attention_forward,
+    rotate_half,
+)
+from transformers.utils import ModelOutput
+from transformers.utils.output_capturing import capture_outputs
+
+from .configuration_dflash import DFlashConfig
+from .errors import CheckpointError, DraftDtypeError, PairingError, UnsupportedOptionError
+
+FP16_REASON = (
+    "A DFlash draft does not work in float16: its activations have outliers beyond float16's range, and every candidate would be "
+    "rejected without any other sign. Use torch.bfloat16 (or torch.float32); the target may stay in float16."
+)
+
+
+@dataclass
+class DFlashDraftOutput(ModelOutput):
+    """What the draft returns.
+
+    last_hidden_state: (batch, n, hidden_size) in the dtype of `noise_embeds`; position i belongs to block position i.
+    cache: the context cache that was used, which now also ends in the block's n keys and values; None where none was used.
+    hidden_states, attentions: as in any transformers model, where asked for.
+    """
+
+    last_hidden_state: torch.Tensor | None = None
+    cache: Any = None
+    hidden_states: tuple[torch.Tensor, ...] | None = None
+    attentions: tuple[torch.Tensor, ...] | None = None
+
+
+class BlockMasks:
+    """The attention masks of one forward, built when a layer asks and once per kind of layer.
+
+    Keys are counted from the end, since a sliding cache may return fewer than it has seen: of `num_keys` keys the last n are
+    the block's own. For n = 3 and num_keys = 8, query 0 is key 5 and query 2 is key 7.
+
+    A ready mask is used as it is: (batch or 1, 1, n, num_keys), bool (True: may be seen) or additive, one for all layers or
+    a dict with one per layer type.
+    """
+
+    def __init__(self, implementation: str, block_length: int, attention_mask: Any) -> None:
+        self.implementation = implementation
+        self.block_length = block_length
+        self.padding: torch.Tensor | None = None
+        self.ready: Any = None
+        self._built: dict[tuple, Any] = {}
+        if isinstance(attention_mask, torch.Tensor) and attention_mask.dim() == 2:
+            # Asking the device once costs less than a mask in every layer; a compiled graph cannot ask.
+            if torch.compiler.is_compiling() or not bool(attention_mask.all()):
+                self.padding = attention_mask.bool()
+        else:
+            self.ready = attention_mask
+
+    @property
+    def is_flash(self) -> bool:
+        return "flash" in self.implementation
+
+    def visible_keys(self, attention: "DFlashAttention", num_keys: int) -> int:
+        """How many of the last keys any query can see: the rest need not be read.
+
+        Window 4, n = 3: query 0 also sees the 3 keys before the block, so 6 keys matter however long the context is.
+        Where rows are padded, windows count real tokens only and reach further back.
+        """
+        if attention.sliding_window is None or self.padding is not None or self.ready is not None:
+            return num_keys
+        return min(num_keys, attention.sliding_window - 1 + self.block_length)
+
+    def get(self, attention: "DFlashAttention", query: torch.Tensor, num_keys: int) -> Any:
+        """The mask for a layer in the form its attention implementation takes; None where every key is seen."""
+        kind = (attention.layer_type, attention.is_causal, num_keys, query.device)
+        if kind not in self._built:
+            self._built[kind] = self._build(attention, query, num_keys)
+        return self._built[kind]
+
+    def _build(self, attention: "DFlashAttention", query: torch.Tensor, num_keys: int) -> Any:
+        if self.padding is not None and self.padding.shape[-1] < num_keys:
+            raise UnsupportedOptionError(
+                f"attention_mask covers {self.padding.shape[-1]} positions, but cached context, new context and block together "
+                f"are {num_keys}. It must cover all of them."
+            )
+        if self.ready is not None:
+            mask = self.ready[attention.layer_type] if isinstance(self.ready, dict) else self.ready
+            if mask is not None and self.is_flash:
+                raise UnsupportedOptionError(
+                    "Flash attention takes no ready-made mask: use sdpa, eager or flex_attention."
+                )
+            return self._adapt(mask.to(query.device), query) if isinstance(mask, torch.Tensor) else mask
+        if self.is_flash:
+            return None if self.padding is None else self.padding[:, -num_keys:].to(query.device)
+
+        window, causal = attention.sliding_window, attention.is_causal and self.block_length > 1
+        if self.padding is None and not causal and (window is None or num_keys <= window):
+            return None
+        return self._adapt(self._allowed(num_keys, window, causal, query.device), query)
+
+    def _allowed(self, num_keys: int, window: int | None, causal: bool, device: torch.device) -> torch.Tensor:
+        """(batch or 1, 1, n, num_keys) bool: which key each query sees.
+
+        Positions count real tokens, so that a window steps over padding: mask 1 0 0 1 1 gives positions 1 1 1 2 3.
+        """
+        if self.padding is None:
+            valid = torch.ones((1, num_keys), dtype=torch.bool, device=device)
+        else:
+            valid = self.padding[:, -num_keys:].to(device)
+        positions = valid.long().cumsum(-1)
+        ahead = positions[:, None, :] - positions[:, -self.block_length :, None]
+        allowed = valid[:, None, :].expand_as(ahead)
+        if causal:
+            allowed = allowed & (ahead <= 0)
+        if window is not None:
+            # The window counts the query itself: window 4 sees 3 keys back, and 3 ahead where it is not causal.
+            allowed = allowed & (ahead.abs() < window)
+        return allowed[:, None]
+
+    def _adapt(self, mask: torch.Tensor, query: torch.Tensor) -> Any:
+        if mask.dtype != torch.bool:
+            return mask
+        if self.implementation == "eager":
+            return torch.zeros_like(mask, dtype=query.dtype).masked_fill(~mask, torch.finfo(query.dtype).min)
+        if self.implementation == "flex_attention":
+            from torch.nn.attention.flex_attention import create_block_mask
+
+            batch, _, num_queries, num_keys = mask.shape
+            rows = None if batch == 1 else batch
+            return create_block_mask(
+                lambda b, h, q, k: mask[b if rows else 0, 0, q, k],
+                rows,
+                None,
+                num_queries,
+                num_keys,
+                device=query.device,
+            )
+        return mask
+
+
+class DFlashRotaryEmbedding(Qwen3RotaryEmbedding):
+    """RoPE of every type that transformers has; its frequencies stay in float32 when the draft is cast."""
+
+    def _apply(self, fn: Callable, recurse: bool = True) -> "DFlashRotaryEmbedding":
+        before = dict(self.named_buffers(recurse=False))
+        super()._apply(fn, recurse)
+        for name, frequencies in before.items():
+            moved = getattr(self, name)
+            if moved.dtype != frequencies.dtype:
+                # Rounded to bfloat16, a frequency would be off by up to 0.4 %: 40 positions at position 10,000.
+                setattr(self, name, frequencies.to(moved.device))
+        return self
+
+
+class DFlashAttention(nn.Module):
+    """Queries from the block, keys and values from the context and the block."""
+
+    def __init__(self, config: DFlashConfig, layer_idx: int) -> None:
+        super().__init__()
+        self.config = config
+        self.layer_idx = layer_idx
+        self.head_dim = config.head_dim
+        self.num_key_value_groups = config.num_attention_heads // config.num_key_value_heads
+        self.scaling = config.head_dim**-0.5
+        self.layer_type = config.layer_types[layer_idx]
+        self.is_causal = config.layer_causal[layer_idx]
+        self.sliding_window = config.sliding_window if self.layer_type == "sliding_attention" else None
+
+        query_size = config.num_attention_heads * config.head_dim
+        key_size = config.num_key_value_heads * config.head_dim
+        self.q_proj = nn.Linear(config.hidden_size, query_size, bias=config.attention_bias)
+        self.k_proj = nn.Linear(config.hidden_size, key_size, bias=config.attention_bias)
+        self.v_proj = nn.Linear(config.hidden_size, key_size, bias=config.attention_bias)
+        self.o_proj = nn.Linear(query_size, config.hidden_size, bias=config.attention_bias)
+        self.q_norm = Qwen3RMSNorm(config.head_dim, eps=config.rms_norm_eps)
+        self.k_norm = Qwen3RMSNorm(config.head_dim, eps=config.rms_norm_eps)
+
+    def forward(
+        self,
+        block: torch.Tensor,
+        context: torch.Tensor | None,
+        position_embeddings: tuple[torch.Tensor, torch.Tensor],
+        masks: BlockMasks,
+        cache: Any = None,
+        **kwargs: Any,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """(batch, n, hidden_size) and (batch, c, hidden_size) -> (batch, n, hidden_size) and attention weights or None."""
+        # One product for context and block: in decoding both are short, and reading the weights is what costs.
+        source = block if context is None else torch.cat([context, block], dim=1)
+        query = self.q_norm(self._heads(self.q_proj(block))).transpose(1, 2)
+        key = self.k_norm(self._heads(self.k_proj(source))).transpose(1, 2)
+        value = self._heads(self.v_proj(source)).transpose(1, 2)
+
+        # Positions run over context and block; the queries are the last n of them.
+        cos, sin = (part.unsqueeze(1) for part in position_embeddings)
+        n = block.shape[1]
+        query = query * cos[..., -n:, :] + rotate_half(query) * sin[..., -n:, :]
+        key = key * cos + rotate_half(key) * sin
+        if cache is not None:
+            key, value = cache.update(key, value, self.layer_idx)
+
+        visible = masks.visible_keys(self, key.shape[-2])
+        key, value = key[..., -visible:, :], value[..., -visible:, :]
+        attend = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager_attention_forward)
+        attended, weights = attend(
+            self,
+            query,
+            key,
+            value,
+            masks.get(self, query, visible),
+            dropout=self.config.attention_dropout if self.training else 0.0,
+            scaling=self.scaling,
+            sliding_window=self.sliding_window,
+            # Only flash attention builds its own causal mask; for all others ours says everything.
+            is_causal=self.is_causal and masks.is_flash,
+            **kwargs,
+        )
+        return self.o_proj(attended.reshape(*block.shape[:-1], -1)), weights
+
+    def _heads(self, projected: torch.Tensor) -> torch.Tensor:
+        return projected.view(*projected.shape[:-1], -1, self.head_dim)
+
+
+class GroupedDynamicCausalConv(nn.Module):
+    """DFlash 2: a short causal convolution over the block before and after a sublayer, with a kernel that the input shapes.
+
+    Kernel = `base_kernel` (per channel) + `kernel_projection(input)` (per token and group of channels). Both the kernel used
+    before the sublayer and the one used after it come from the sublayer's input.
+    """
+
+    def __init__(self, config: DFlashConfig) -> None:
+        super().__init__()
+        self.kernel_size = config.conv_kernel_size
+        self.group_size = config.conv_group_size
+        self.base_kernel = nn.Parameter(torch.empty(2, self.kernel_size, config.hidden_size))
+        groups = config.hidden_size // self.group_size
+        self.kernel_projection = nn.Linear(config.hidden_size, 2 * self.kernel_size * groups, bias=False)
+
+    def around(self, sublayer: Callable[[torch.Tensor], torch.Tensor], hidden: torch.Tensor) -> torch.Tensor:
+        """(batch, n, hidden_size) -> the same: convolve, run the sublayer, convolve."""
+        dynamic = self.kernel_projection(hidden).unflatten(-1, (2, self.kernel_size, -1))
+        hidden = self._convolve(hidden, dynamic[..., 0, :, :], self.base_kernel[0])
+        return self._convolve(sublayer(hidden), dynamic[..., 1, :, :], self.base_kernel[1])
+
+    def _convolve(self, hidden: torch.Tensor, dynamic: torch.Tensor, base: torch.Tensor) -> torch.Tensor:
+        grouped = hidden.unflatten(-1, (-1, self.group_size))
+        kernel = base.unflatten(-1, (-1, self.group_size)) + dynamic.unsqueeze(-1)
+        # Tap j reads j tokens back. Kernel size 2: token i gets kernel[0] * x[i] + kernel[1] * x[i - 1], with x[-1] = 0.
+        convolved = kernel[..., 0, :, :] * grouped
+        for back in range(1, min(self.kernel_size, hidden.shape[1])):
+            convolved[:, back:] = convolved[:, back:] + kernel[:, back:, back] * grouped[:, :-back]
+        return convolved.flatten(-2)
+
+
+class CandidateSelector(nn.Module):
+    """DFlash 2: chooses one candidate per position, left to right, by its logit and how well it follows its predecessor."""
+
+    def __init__(self, config: DFlashConfig) -> None:
+        super().__init__()
+        self.top_k = config.selector_top_k
+        self.predecessor_codebook = nn.Parameter(torch.empty(config.vocab_size, config.selector_rank))
+        self.successor_codebook = nn.Parameter(torch.empty(config.vocab_size, config.selector_rank))
+        self.hidden_projection = nn.Linear(config.hidden_size, config.selector_rank, bias=False)
+
+    def forward(self, hidden: torch.Tensor, logits: torch.Tensor, anchor_ids: torch.Tensor) -> torch.Tensor:
+        """(batch, n, hidden_size), (batch, n, vocabulary), (batch,) -> token ids (batch, n).
+
+        score(candidate) = logit + <predecessor_codebook[previous] * hidden_projection(hidden), successor_codebook[candidate]>
+        over the `top_k` candidates of each position; summed in float32.
+        """
+        unary, candidates = torch.topk(logits, self.top_k, dim=-1)
+        projected = self.hidden_projection(hidden)
+        successors = F.embedding(candidates, self.successor_codebook)
+        previous, path = anchor_ids, []
+        for position in range(hidden.shape[1]):
+            wanted = F.embedding(previous, self.predecessor_codebook) * projected[:, position]
+            follows = (successors[:, position].float() @ wanted.float().unsqueeze(-1)).squeeze(-1)
+            best = (unary[:, position].float() + follows).argmax(-1, keepdim=True)
+            previous = candidates[:, position].gather(-1, best).squeeze(-1)
+            path.append(previous)
+        return torch.stack(path, dim=1)
+
+
+class DFlashDecoderLayer(GradientCheckpointingLayer):
+    """Attention over context and block, then an MLP; in DFlash 2 each between two convolutions."""
+
+    def __init__(self, config: DFlashConfig, layer_idx: int) -> None:
+        super().__init__()
+        self.self_attn = DFlashAttention(config, layer_idx)
+        self.mlp = Qwen3MLP(config)
+        self.input_layernorm = Qwen3RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.post_attention_layernorm = Qwen3RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.attention_conv = GroupedDynamicCausalConv(config) if config.dflash_version == 2 else None
+        self.mlp_conv = GroupedDynamicCausalConv(config) if config.dflash_version == 2 else None
+
+    def forward(self, block: torch.Tensor, context: torch.Tensor | None, **kwargs: Any) -> torch.Tensor:
+        """(batch, n, hidden_size), (batch, c, hidden_size) -> (batch, n, hidden_size)."""
+
+        def attend(hidden: torch.Tensor) -> torch.Tensor:
+            return self.self_attn(hidden, context, **kwargs)[0]
+
+        normed = self.input_layernorm(block)
+        block = block + (attend(normed) if self.attention_conv is None else self.attention_conv.around(attend, normed))
+        normed = self.post_attention_layernorm(block)
+        return block + (self.mlp(normed) if self.mlp_conv is None else self.mlp_conv.around(self.mlp, normed))
+
+
+class DFlashPreTrainedModel(PreTrainedModel):
+    """Loading, saving, initialisation and the dtype rule of a draft.
+
+    Raises:
+        DraftDtypeError: wherever a draft would be built in, loaded in or cast to float16.
+    """
+
+    config_class = DFlashConfig
+    config: DFlashConfig
+    base_model_prefix = "model"
+    main_input_name = "noise_embeds"
+    input_modalities = ("text",)
+    supports_gradient_checkpointing = True
+    _no_split_modules: ClassVar[list[str]] = ["DFlashDecoderLayer"]
+    _skip_keys_device_placement: ClassVar[list[str]] = ["cache", "past_key_values"]
+    _supports_flash_attn = True
+    _supports_sdpa = True
+    _supports_flex_attn = True
+    _supports_attention_backend = True
+    _can_record_outputs: ClassVar[dict[str, type]] = {
+        "hidden_states": DFlashDecoderLayer,
+        "attentions": DFlashAttention,
+    }
+
+    def __init__(self, config: DFlashConfig, *args: Any, **kwargs: Any) -> None:
+        # transformers sets the default dtype while it builds a model in a given dtype, however that dtype was spelled.
+        if torch.get_default_dtype() == torch.float16:
+            raise DraftDtypeError(FP16_REASON)
+        super().__init__(config, *args, **kwargs)
+
+    def _apply(self, fn: Callable, recurse: bool = True) -> "DFlashPreTrainedModel":
+        """Every cast and move of a module, also as part of another, goes through here."""
+        weight = next(self.parameters())
+        if fn(torch.empty(0, dtype=weight.dtype, device=weight.device)).dtype == torch.float16:
+            raise DraftDtypeError(FP16_REASON)
+        return super()._apply(fn, recurse)
+
+    def _init_weights(self, module: nn.Module) -> None:
+        super()._init_weights(module)
+        if isinstance(module, GroupedDynamicCausalConv):
+            # Passes its input through until it has learned something better.
+            identity = torch.zeros_like(module.base_kernel)
+            identity[:, 0] = 1.0
+            init.copy_(module.base_kernel, identity)
+        elif isinstance(module, CandidateSelector):
+            init.normal_(module.predecessor_codebook, std=self.config.initializer_range)
+            init.normal_(module.successor_codebook, std=self.config.initializer_range)
+        elif isinstance(module, DFlashDraftModel) and module.d2t is not None:
+            init.zeros_(module.d2t)
+
+
+class DFlashDraftModel(DFlashPreTrainedModel):
+    """The draft network. `DFlashDraftModel(config)` builds a `DFlash2DraftModel` where the configuration is of version 2."""
+
+    def __new__(cls, config: DFlashConfig, *args: Any, **kwargs: Any) -> "DFlashDraftModel":
+        return super().__new__(DFlash2DraftModel if config.dflash_version == 2 else cls)
+
+    def __init__(self, config: DFlashConfig) -> None:
+        super().__init__(config)
+        self.fc = nn.Linear(config.context_size, config.hidden_size, bias=False)
+        self.hidden_norm = Qwen3RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.layers = nn.ModuleList(DFlashDecoderLayer(config, index) for index in range(config.num_hidden_layers))
+        self.norm = Qwen3RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.rotary_emb = DFlashRotaryEmbedding(config)
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size) if config.own_embeddings else None
+        reduced = config.draft_vocab_size
+        self.lm_head = nn.Linear(config.hidden_size, reduced, bias=False) if reduced else None
+        self.register_buffer("d2t", torch.zeros(reduced, dtype=torch.long) if reduced else None)
+        self.gradient_checkpointing = False
+        self.post_init()
+
+    def fuse(self, context_hidden_states: torch.Tensor) -> torch.Tensor:
+        """Taps (batch, c, n_taps * target hidden size), any float dtype -> fused context (batch, c, hidden_size)."""
+        if context_hidden_states.shape[-1] != self.fc.in_features:
+            raise PairingError(
+                f"The target's taps are {context_hidden_states.shape[-1]} wide, but this draft was trained on "
+                f"{self.fc.in_features} ({len(self.config.target_layer_ids)} taps). Use the target that it was made for"
+                f"{f': {self.config.target_name_or_path}' if self.config.target_name_or_path else ''}."
+            )
+        return self.hidden_norm(self.fc(context_hidden_states.to(self.fc.weight.dtype)))
+
+    @capture_outputs
+    def forward(
+        self,
+        noise_embeds: torch.Tensor,
+        context_hidden_states: torch.Tensor | None = None,
+        attention_mask: torch.Tensor | dict[str, torch.Tensor] | None = None,
+        position_ids: torch.Tensor | None = None,
+        cache: Any = None,
+        use_cache: bool | None = None,
+        past_key_values: Any = None,
+        **kwargs: Any,
+    ) -> DFlashDraftOutput:
+        """One parallel pass over a block.
+
+        Args:
+            noise_embeds: (batch, n, hidden_size), n >= 1, the embeddings of [anchor, mask, mask, ...]; any float dtype.
+            context_hidden_states: (batch, c, n_taps * target hidden size), the taps that the cache does not hold yet; any
+                float dtype. None for none.
+            attention_mask: None where every key is real; (batch, cached + c + n) with 0 at padding; or a ready mask, see
+                `BlockMasks`.
+            position_ids: (batch or 1, c + n), by default consecutive after what the cache holds.
+            cache: holds the context's keys and values of earlier rounds; this call adds c + n, of which the caller crops
+                the block's n.
+            use_cache: True makes a cache where none is given.
+            past_key_values: the name that transformers before 5.24 gives to `cache`.
+        """
+        cache = cache if cache is not None else past_key_values
+        if use_cache and cache is None:
+            cache = DFlashCache(config=self.config)
+            cache.activate_past_recording()
+
+        block = (noise_embeds * self.config.input_embedding_scale).to(self.fc.weight.dtype)
+        context = None if context_hidden_states is None else self.fuse(context_hidden_states)
+        length = block.shape[1] + (0 if context is None else context.shape[1])
+        if position_ids is None:
+            seen = cache.get_seq_length() if cache is not None else 0
+            position_ids = torch.arange(seen, seen + length, device=block.device)[None]
+        masks = BlockMasks(self.config._attn_implementation, block.shape[1], attention_mask)
+        position_embeddings = self.rotary_emb(block, position_ids)
+        for layer in self.layers:
+            block = layer(block, context, position_embeddings=position_embeddings, masks=masks, cache=cache, **kwargs)
+        return DFlashDraftOutput(last_hidden_state=self.norm(block).to(noise_embeds.dtype), cache=cache)
+
+    def embed(self, input_ids: torch.Tensor, target_embed: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+        """(batch, n) token ids -> (batch, n, hidden_size): by the draft's own embeddings where it has them, else the target's."""
+        return target_embed(input_ids) if self.embed_tokens is None else self.embed_tokens(input_ids)
+
+    def compute_logits(self, hidden: torch.Tensor, head: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+        """(batch, n, hidden_size) -> (batch, n, vocabulary), the draft's own reduced vocabulary where it has one.
+
+        logits = head(hidden) * output_multiplier, then cap * tanh(logits / cap).
+        """
+        logits = head(hidden) if self.lm_head is None else self.lm_head(hidden.to(self.lm_head.weight.dtype))
+        if self.config.output_multiplier != 1.0:
+            logits = logits * self.config.output_multiplier
+        cap = self.config.final_logit_softcapping
+        return logits if cap is None else torch.tanh(logits / cap) * cap
+
+    def propose(
+        self, hidden: torch.Tensor, anchor_ids: torch.Tensor, head: Callable[[torch.Tensor], torch.Tensor]
+    ) -> torch.Tensor:
+        """The candidates for the block positions after the anchor.
+
+        Args:
+            hidden: (batch, n, hidden_size), the last hidden state of those positions: `last_hidden_state[:, 1:]`.
+            anchor_ids: (batch,) token ids.
+            head: the target's head, (batch, n, hidden_size) -> (batch, n, vocabulary).
+
+        Returns:
+            (batch, n) ids of the target's vocabulary.
+        """
+        candidates = self.compute_logits(hidden, head).argmax(-1)
+        # d2t holds offsets: draft id 7 with d2t[7] = 100 is target id 107.
+        return candidates if self.d2t is None else candidates + self.d2t[candidates]
+
+
+class DFlash2DraftModel(DFlashDraftModel):
+    """DFlash 2: convolutions around the sublayers, and candidates chosen so that each follows the one before."""
+
+    def __init__(self, config: DFlashConfig) -> None:
+        if config.dflash_version != 2:
+            raise CheckpointError(
+                f"A DFlash2DraftModel needs a configuration with dflash_version 2, found {config.dflash_version}. "
+                "Build a DFlashDraftModel from it instead."
+            )
+        super().__init__(config)
+        self.candidate_selector = CandidateSelector(config)
+        self.post_init()
+
+    def propose(
+        self, hidden: torch.Tensor, anchor_ids: torch.Tensor, head: Callable[[torch.Tensor], torch.Tensor]
+    ) -> torch.Tensor:
+        """As in DFlash 1, but along the selector's path instead of position by position."""
+        logits = self.compute_logits(hidden, head)
+        return self.candidate_selector(hidden.to(self.fc.weight.dtype), logits, anchor_ids)
+
+
+__all__ = ["DFlash2DraftModel", "DFlashDraftModel", "DFlashPreTrainedModel"]
