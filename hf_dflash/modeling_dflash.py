@@ -1,10 +1,11 @@
 """The draft networks: a small Qwen3-style decoder that reads a target's hidden states and fills in a block of tokens.
 
-Owns: `DFlashDraftModel` and `DFlash2DraftModel`, their weights, the attention masks of a block, the dtypes they run in, and how
-their output becomes candidate tokens. Weight names are those of the published checkpoints.
+Owns: `DFlashDraftModel` and `DFlash2DraftModel`, their weights, the dtypes they run in, and how their output becomes
+candidate tokens. Weight names are those of the published checkpoints.
 
 Does not know: the target (its embeddings, hidden states and head come in as arguments), caches beyond `update` and
-`get_seq_length`, published layouts, decoding. This file travels to the Hub, so it imports torch, transformers and its siblings.
+`get_seq_length`, published layouts, decoding. This file travels to the Hub, so it imports only torch, transformers and
+its siblings.
 """
 
 from collections.abc import Callable
@@ -29,11 +30,13 @@ from transformers.utils import ModelOutput
 from transformers.utils.output_capturing import capture_outputs
 
 from .configuration_dflash import DFlashConfig
-from .errors import CheckpointError, DraftDtypeError, PairingError, UnsupportedOptionError
+from .errors import CheckpointError, DraftDtypeError, PairingError
+from .masking_dflash import BlockMasks
 
 FP16_REASON = (
-    "A DFlash draft does not work in float16: its activations have outliers beyond float16's range, and every candidate would be "
-    "rejected without any other sign. Use torch.bfloat16 (or torch.float32); the target may stay in float16."
+    "A DFlash draft does not work in float16: its activations have outliers beyond float16's range, and every "
+    "candidate would be rejected without any other sign. Use torch.bfloat16 (or torch.float32) for the draft; the "
+    "target may stay in float16."
 )
 
 
@@ -42,7 +45,7 @@ class DFlashDraftOutput(ModelOutput):
     """What the draft returns.
 
     last_hidden_state: (batch, n, hidden_size) in the dtype of `noise_embeds`; position i belongs to block position i.
-    cache: the context cache that was used, which now also ends in the block's n keys and values; None where none was used.
+    cache: the context cache that was used, now ending in the block's n keys and values; None where none was used.
     hidden_states, attentions: as in any transformers model, where asked for.
     """
 
@@ -50,111 +53,6 @@ class DFlashDraftOutput(ModelOutput):
     cache: Any = None
     hidden_states: tuple[torch.Tensor, ...] | None = None
     attentions: tuple[torch.Tensor, ...] | None = None
-
-
-class BlockMasks:
-    """The attention masks of one forward, built when a layer asks and once per kind of layer.
-
-    Keys are counted from the end, since a sliding cache may return fewer than it has seen: of `num_keys` keys the last n are
-    the block's own. For n = 3 and num_keys = 8, query 0 is key 5 and query 2 is key 7.
-
-    A ready mask is used as it is: (batch or 1, 1, n, num_keys), bool (True: may be seen) or additive, one for all layers or
-    a dict with one per layer type.
-    """
-
-    def __init__(self, implementation: str, block_length: int, attention_mask: Any) -> None:
-        self.implementation = implementation
-        self.block_length = block_length
-        self.padding: torch.Tensor | None = None
-        self.ready: Any = None
-        self._built: dict[tuple, Any] = {}
-        if isinstance(attention_mask, torch.Tensor) and attention_mask.dim() == 2:
-            # Asking the device once costs less than a mask in every layer; a compiled graph cannot ask.
-            if torch.compiler.is_compiling() or not bool(attention_mask.all()):
-                self.padding = attention_mask.bool()
-        else:
-            self.ready = attention_mask
-
-    @property
-    def is_flash(self) -> bool:
-        return "flash" in self.implementation
-
-    def visible_keys(self, attention: "DFlashAttention", num_keys: int) -> int:
-        """How many of the last keys any query can see: the rest need not be read.
-
-        Window 4, n = 3: query 0 also sees the 3 keys before the block, so 6 keys matter however long the context is.
-        Where rows are padded, windows count real tokens only and reach further back.
-        """
-        if attention.sliding_window is None or self.padding is not None or self.ready is not None:
-            return num_keys
-        return min(num_keys, attention.sliding_window - 1 + self.block_length)
-
-    def get(self, attention: "DFlashAttention", query: torch.Tensor, num_keys: int) -> Any:
-        """The mask for a layer in the form its attention implementation takes; None where every key is seen."""
-        kind = (attention.layer_type, attention.is_causal, num_keys, query.device)
-        if kind not in self._built:
-            self._built[kind] = self._build(attention, query, num_keys)
-        return self._built[kind]
-
-    def _build(self, attention: "DFlashAttention", query: torch.Tensor, num_keys: int) -> Any:
-        if self.padding is not None and self.padding.shape[-1] < num_keys:
-            raise UnsupportedOptionError(
-                f"attention_mask covers {self.padding.shape[-1]} positions, but cached context, new context and block together "
-                f"are {num_keys}. It must cover all of them."
-            )
-        if self.ready is not None:
-            mask = self.ready[attention.layer_type] if isinstance(self.ready, dict) else self.ready
-            if mask is not None and self.is_flash:
-                raise UnsupportedOptionError(
-                    "Flash attention takes no ready-made mask: use sdpa, eager or flex_attention."
-                )
-            return self._adapt(mask.to(query.device), query) if isinstance(mask, torch.Tensor) else mask
-        if self.is_flash:
-            return None if self.padding is None else self.padding[:, -num_keys:].to(query.device)
-
-        window, causal = attention.sliding_window, attention.is_causal and self.block_length > 1
-        if self.padding is None and not causal and (window is None or num_keys <= window):
-            return None
-        return self._adapt(self._allowed(num_keys, window, causal, query.device), query)
-
-    def _allowed(self, num_keys: int, window: int | None, causal: bool, device: torch.device) -> torch.Tensor:
-        """(batch or 1, 1, n, num_keys) bool: which key each query sees.
-
-        Positions count real tokens, so that a window steps over padding: mask 1 0 0 1 1 gives positions 1 1 1 2 3.
-        """
-        if self.padding is None:
-            valid = torch.ones((1, num_keys), dtype=torch.bool, device=device)
-        else:
-            valid = self.padding[:, -num_keys:].to(device)
-        positions = valid.long().cumsum(-1)
-        ahead = positions[:, None, :] - positions[:, -self.block_length :, None]
-        allowed = valid[:, None, :].expand_as(ahead)
-        if causal:
-            allowed = allowed & (ahead <= 0)
-        if window is not None:
-            # The window counts the query itself: window 4 sees 3 keys back, and 3 ahead where it is not causal.
-            allowed = allowed & (ahead.abs() < window)
-        return allowed[:, None]
-
-    def _adapt(self, mask: torch.Tensor, query: torch.Tensor) -> Any:
-        if mask.dtype != torch.bool:
-            return mask
-        if self.implementation == "eager":
-            return torch.zeros_like(mask, dtype=query.dtype).masked_fill(~mask, torch.finfo(query.dtype).min)
-        if self.implementation == "flex_attention":
-            from torch.nn.attention.flex_attention import create_block_mask
-
-            batch, _, num_queries, num_keys = mask.shape
-            rows = None if batch == 1 else batch
-            return create_block_mask(
-                lambda b, h, q, k: mask[b if rows else 0, 0, q, k],
-                rows,
-                None,
-                num_queries,
-                num_keys,
-                device=query.device,
-            )
-        return mask
 
 
 class DFlashRotaryEmbedding(Qwen3RotaryEmbedding):
@@ -203,7 +101,7 @@ class DFlashAttention(nn.Module):
         cache: Any = None,
         **kwargs: Any,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """(batch, n, hidden_size) and (batch, c, hidden_size) -> (batch, n, hidden_size) and attention weights or None."""
+        """(batch, n, hidden_size), (batch, c, hidden_size) -> (batch, n, hidden_size), attention weights or None."""
         # One product for context and block: in decoding both are short, and reading the weights is what costs.
         source = block if context is None else torch.cat([context, block], dim=1)
         query = self.q_norm(self._heads(self.q_proj(block))).transpose(1, 2)
@@ -241,10 +139,10 @@ class DFlashAttention(nn.Module):
 
 
 class GroupedDynamicCausalConv(nn.Module):
-    """DFlash 2: a short causal convolution over the block before and after a sublayer, with a kernel that the input shapes.
+    """DFlash 2: a short causal convolution over the block before and after a sublayer, whose kernel the input shapes.
 
-    Kernel = `base_kernel` (per channel) + `kernel_projection(input)` (per token and group of channels). Both the kernel used
-    before the sublayer and the one used after it come from the sublayer's input.
+    Kernel = `base_kernel` (per channel) + `kernel_projection(input)` (per token and group of channels). Both the kernel
+    used before the sublayer and the one used after it come from the sublayer's input.
     """
 
     def __init__(self, config: DFlashConfig) -> None:
@@ -264,7 +162,8 @@ class GroupedDynamicCausalConv(nn.Module):
     def _convolve(self, hidden: torch.Tensor, dynamic: torch.Tensor, base: torch.Tensor) -> torch.Tensor:
         grouped = hidden.unflatten(-1, (-1, self.group_size))
         kernel = base.unflatten(-1, (-1, self.group_size)) + dynamic.unsqueeze(-1)
-        # Tap j reads j tokens back. Kernel size 2: token i gets kernel[0] * x[i] + kernel[1] * x[i - 1], with x[-1] = 0.
+        # Entry j of the kernel reads j tokens back. Size 2: token 5 gets kernel[0] * x[5] + kernel[1] * x[4], and
+        # token 0 gets kernel[0] * x[0] alone.
         convolved = kernel[..., 0, :, :] * grouped
         for back in range(1, min(self.kernel_size, hidden.shape[1])):
             convolved[:, back:] = convolved[:, back:] + kernel[:, back:, back] * grouped[:, :-back]
@@ -272,7 +171,7 @@ class GroupedDynamicCausalConv(nn.Module):
 
 
 class CandidateSelector(nn.Module):
-    """DFlash 2: chooses one candidate per position, left to right, by its logit and how well it follows its predecessor."""
+    """DFlash 2: chooses one candidate per position, left to right, by its logit and how well it follows the last."""
 
     def __init__(self, config: DFlashConfig) -> None:
         super().__init__()
@@ -284,8 +183,8 @@ class CandidateSelector(nn.Module):
     def forward(self, hidden: torch.Tensor, logits: torch.Tensor, anchor_ids: torch.Tensor) -> torch.Tensor:
         """(batch, n, hidden_size), (batch, n, vocabulary), (batch,) -> token ids (batch, n).
 
-        score(candidate) = logit + <predecessor_codebook[previous] * hidden_projection(hidden), successor_codebook[candidate]>
-        over the `top_k` candidates of each position; summed in float32.
+        Of the `top_k` candidates of each position the one with the highest score is taken, in float32:
+        logit + <predecessor_codebook[previous] * hidden_projection(hidden), successor_codebook[candidate]>.
         """
         unary, candidates = torch.topk(logits, self.top_k, dim=-1)
         projected = self.hidden_projection(hidden)
@@ -376,7 +275,7 @@ class DFlashPreTrainedModel(PreTrainedModel):
 
 
 class DFlashDraftModel(DFlashPreTrainedModel):
-    """The draft network. `DFlashDraftModel(config)` builds a `DFlash2DraftModel` where the configuration is of version 2."""
+    """The draft network. `DFlashDraftModel(config)` builds a `DFlash2DraftModel` from a configuration of version 2."""
 
     def __new__(cls, config: DFlashConfig, *args: Any, **kwargs: Any) -> "DFlashDraftModel":
         return super().__new__(DFlash2DraftModel if config.dflash_version == 2 else cls)
@@ -421,13 +320,13 @@ class DFlashDraftModel(DFlashPreTrainedModel):
 
         Args:
             noise_embeds: (batch, n, hidden_size), n >= 1, the embeddings of [anchor, mask, mask, ...]; any float dtype.
-            context_hidden_states: (batch, c, n_taps * target hidden size), the taps that the cache does not hold yet; any
-                float dtype. None for none.
-            attention_mask: None where every key is real; (batch, cached + c + n) with 0 at padding; or a ready mask, see
-                `BlockMasks`.
+            context_hidden_states: (batch, c, n_taps * target hidden size), the taps that the cache does not hold yet;
+                any float dtype. None for none.
+            attention_mask: None where every key is real; (batch, cached + c + n) with 0 at padding; or a ready mask,
+                see `BlockMasks`.
             position_ids: (batch or 1, c + n), by default consecutive after what the cache holds.
-            cache: holds the context's keys and values of earlier rounds; this call adds c + n, of which the caller crops
-                the block's n.
+            cache: holds the context's keys and values of earlier rounds; this call adds c + n, of which the caller
+                crops the block's n.
             use_cache: True makes a cache where none is given.
             past_key_values: the name that transformers before 5.24 gives to `cache`.
         """
@@ -449,7 +348,7 @@ class DFlashDraftModel(DFlashPreTrainedModel):
         return DFlashDraftOutput(last_hidden_state=self.norm(block).to(noise_embeds.dtype), cache=cache)
 
     def embed(self, input_ids: torch.Tensor, target_embed: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
-        """(batch, n) token ids -> (batch, n, hidden_size): by the draft's own embeddings where it has them, else the target's."""
+        """(batch, n) ids -> (batch, n, hidden_size), by the draft's own embeddings if it has any, else the target's."""
         return target_embed(input_ids) if self.embed_tokens is None else self.embed_tokens(input_ids)
 
     def compute_logits(self, hidden: torch.Tensor, head: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:

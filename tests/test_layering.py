@@ -19,6 +19,7 @@ LEVELS = {
     "version": 0,
     "configuration_dflash": 1,
     "acceptance": 1,
+    "masking_dflash": 1,
     "modeling_dflash": 2,
     "layouts": 2,
     "cache": 2,
@@ -35,7 +36,7 @@ LEVELS = {
     "__init__": 8,
     "__main__": 8,
 }
-HUB_FILES = {"errors", "configuration_dflash", "modeling_dflash"}
+HUB_FILES = {"errors", "configuration_dflash", "masking_dflash", "modeling_dflash"}
 ALWAYS_THERE = {"torch", "transformers"}
 BROUGHT_BY_TRANSFORMERS = {"huggingface_hub", "numpy", "safetensors", "tokenizers", "tqdm"}
 BROUGHT_FOR_THE_COMMAND_LINE = {"rich", "typer"}

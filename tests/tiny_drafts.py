@@ -1,7 +1,7 @@
 """Tiny random drafts for tests.
 
-Owns: building a draft of any shape in a few milliseconds, with weights large enough that every part of the network shows in
-the output. Does not know: targets, layouts, caches.
+Owns: building a draft of any shape in a few milliseconds, with weights large enough that every part of the network
+shows in the output. Does not know: targets, layouts, caches.
 """
 
 import torch
@@ -67,8 +67,8 @@ def tiny_draft(
 ) -> DFlashDraftModel:
     """A random draft in float32, eval mode. Equal arguments give equal weights; the global random state is left alone.
 
-    At the usual `initializer_range` of 0.02 attention is nearly uniform and hides wrong masks and positions, so the default is
-    ten times that.
+    At the usual `initializer_range` of 0.02 attention is nearly uniform and hides wrong masks and positions, so the
+    default is ten times that.
     """
     config = tiny_config(
         version,
