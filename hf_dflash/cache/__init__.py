@@ -1,0 +1,12 @@
+"""Every touch of transformers' cache API, a file per layer kind, and the draft's context.
+
+Owns: committing a prefix of a verified block, in the target's cache and in the draft's context.
+
+Does not know: how a block was proposed, or why a prefix of it was accepted.
+"""
+
+from .draft_context import DraftContextCache
+from .facts import CACHE_KEYWORD, attention_windows, tokens_in
+from .target_cache import TargetCache
+
+__all__ = ["CACHE_KEYWORD", "DraftContextCache", "TargetCache", "attention_windows", "tokens_in"]

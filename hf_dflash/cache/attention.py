@@ -1,0 +1,74 @@
+"""Full attention layers of the target's cache: keys and values in a growing buffer, roll-back is a length.
+
+Owns: the stand-in for transformers' `DynamicLayer`.
+
+Does not know: masks, positions, other layer kinds.
+"""
+
+import torch
+from transformers.cache_utils import DynamicLayer
+
+from .block_layer import BlockLayer, same_for_all_rows
+from .buffer import GrowingBuffer
+
+
+class FullAttentionLayer(BlockLayer, DynamicLayer):
+    """A `DynamicLayer` that writes in place and returns views.
+
+    Args:
+        original: the caller's layer, whose entries (if any) are copied; its tensors are never written.
+        max_length: the most tokens that the call can commit.
+        block_size: the most tokens that one verify forward reads.
+    """
+
+    def __init__(self, original: DynamicLayer, *, max_length: int, block_size: int):
+        DynamicLayer.__init__(self)
+        self.original = original
+        self._key_buffer = GrowingBuffer(max_length + block_size)
+        self._value_buffer = GrowingBuffer(max_length + block_size)
+        self._committed = 0
+        if original.is_initialized and original.get_seq_length() > 0:
+            self.update(original.keys, original.values)
+            self.begin_block()
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args, **kwargs
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Append `(batch, heads, n, D)` keys and values; return views of all of them."""
+        if not self.is_initialized:
+            DynamicLayer.lazy_initialization(self, key_states, value_states)
+        self._key_buffer.append(key_states)
+        self._value_buffer.append(value_states)
+        self._show()
+        return self.keys, self.values
+
+    def get_seq_length(self) -> int:
+        return len(self._key_buffer)
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Drop the last `-tokens_to_remove` tokens (transformers' convention: a number <= 0)."""
+        if tokens_to_remove and self.is_initialized:
+            self._key_buffer.drop_last(abs(tokens_to_remove))
+            self._value_buffer.drop_last(abs(tokens_to_remove))
+            self._show()
+
+    def begin_block(self) -> None:
+        self._committed = self.get_seq_length()
+
+    def commit(self, kept: list[int], verified: int) -> None:
+        self.crop(same_for_all_rows(kept) - verified)
+        self.begin_block()
+
+    def roll_back(self) -> None:
+        self.crop(self._committed - self.get_seq_length())
+
+    def release(self) -> DynamicLayer:
+        if self.is_initialized:
+            if not self.original.is_initialized:
+                self.original.lazy_initialization(self.keys, self.values)
+            self.original.keys, self.original.values = self.keys, self.values
+        return self.original
+
+    def _show(self) -> None:
+        self.keys = self._key_buffer.last(len(self._key_buffer))
+        self.values = self._value_buffer.last(len(self._value_buffer))

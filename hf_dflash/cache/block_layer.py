@@ -1,0 +1,44 @@
+"""What every layer of a target's cache can do while blocks are being verified.
+
+Owns: the interface between `TargetCache` and its layers, one per layer kind.
+
+Does not know: any layer kind.
+"""
+
+from abc import ABC, abstractmethod
+
+from ..errors import UnsupportedOptionError
+
+
+class BlockLayer(ABC):
+    """One layer of a target's cache, of which a prefix of the last block can be committed.
+
+    An implementation also is the transformers layer class of its kind, so the model's forward finds what it knows. It
+    stands in for `original`, the layer object of the caller's cache, until `release`.
+    """
+
+    @abstractmethod
+    def begin_block(self) -> None:
+        """What has been read so far is committed; the next forward reads a block."""
+
+    @abstractmethod
+    def commit(self, kept: list[int], verified: int) -> None:
+        """Keep the first `kept[row]` of the `verified` tokens read since `begin_block`; the rest never happened."""
+
+    @abstractmethod
+    def roll_back(self) -> None:
+        """Return to the state at the last `begin_block` or `commit`."""
+
+    @abstractmethod
+    def release(self):
+        """Write the state into the original layer object and return that."""
+
+
+def same_for_all_rows(kept: list[int]) -> int:
+    """The one number of tokens that all rows keep, for layers whose rows share a length."""
+    if len(set(kept)) != 1:
+        raise UnsupportedOptionError(
+            f"The rows of one cache kept different numbers of tokens ({kept}), but attention layers hold one length "
+            "for all rows. Decode the rows one after the other."
+        )
+    return kept[0]
