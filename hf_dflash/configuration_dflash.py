@@ -3,8 +3,8 @@
 Owns: `DFlashConfig`, what each of its values means, and every rule that those values must satisfy on their own
 (`find_problems`). All published layouts are translated into this form before a network is built.
 
-Does not know: any published layout, any file, any target model at hand. This file travels to the Hub beside the network, so
-it imports only transformers and its own neighbour `errors`.
+Does not know: any published layout, any file, any target model at hand. This file travels to the Hub beside the
+network, so it imports only transformers and its own neighbour `errors`.
 """
 
 import math
@@ -17,11 +17,10 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from .errors import CheckpointError
 
-
 LAYER_TYPES = ("full_attention", "sliding_attention")
 
-# Keys that each RoPE type needs besides `rope_theta`. The original length is never guessed from the extended one: a YaRN
-# factor applied to the wrong length gives plausible but wrong angles.
+# Keys that each RoPE type needs besides `rope_theta`. The original length is never guessed from the extended one: a
+# YaRN factor applied to the wrong length gives plausible but wrong angles.
 ROPE_REQUIRED_KEYS = {
     "linear": ("factor",),
     "dynamic": ("factor",),
@@ -31,7 +30,8 @@ ROPE_REQUIRED_KEYS = {
 }
 
 _VERSION_2_FIELDS = ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")
-_FOREIGN_KEYS = ("rope_theta", "rope_scaling", "dflash_config")
+# Keys of published layouts that would change nothing if they stood in the canonical form.
+FOREIGN_KEYS = ("rope_theta", "rope_scaling", "dflash_config")
 
 
 class DFlashConfig(PreTrainedConfig):
@@ -39,8 +39,9 @@ class DFlashConfig(PreTrainedConfig):
 
     Sizes of the network:
         dflash_version: 1, or 2 for a draft with local convolutions and a candidate selector.
-        hidden_size, intermediate_size, num_hidden_layers, num_attention_heads, num_key_value_heads, head_dim, hidden_act,
-        rms_norm_eps, attention_bias, attention_dropout, max_position_embeddings, initializer_range: as in a Qwen3 decoder.
+        hidden_size, intermediate_size, num_hidden_layers, num_attention_heads, num_key_value_heads, head_dim,
+        hidden_act, rms_norm_eps, attention_bias, attention_dropout, max_position_embeddings, initializer_range: as in
+            a Qwen3 decoder.
             `head_dim` may differ from `hidden_size / num_attention_heads`, and does in published drafts.
         rope_parameters: transformers 5 form, `{"rope_type": ..., "rope_theta": ..., ...}`; theta has no default.
         vocab_size: entries of the target's vocabulary, or None where the checkpoint does not say.
@@ -48,10 +49,10 @@ class DFlashConfig(PreTrainedConfig):
     What the draft reads and writes:
         block_size: tokens in a block: the anchor and `block_size - 1` candidates.
         mask_token_id: the id that stands in the block for a token that is to be proposed.
-        target_layer_ids: the taps. `i` is the output of the target's decoder layer `i` (0-based), before any final norm:
+        target_layer_ids: the taps. `i` is the output of the target's decoder layer `i`, 0-based, before the final norm:
             taps `[1, 8]` of a target are its `hidden_states[2]` and `hidden_states[9]`, concatenated in this order.
         input_embedding_scale: factor on the block's embeddings.
-        output_multiplier, final_logit_softcapping: the head's logits times the first, then a tanh cap where one is given.
+        output_multiplier, final_logit_softcapping: the head's logits times the first, then a tanh cap if one is given.
 
     Attention inside a draft layer:
         layer_types: "full_attention" or "sliding_attention" for each layer.
@@ -63,7 +64,7 @@ class DFlashConfig(PreTrainedConfig):
 
     Weights beyond the common ones:
         own_embeddings: the checkpoint carries `embed_tokens`, used instead of the target's.
-        draft_vocab_size: rows of the draft's own `lm_head`, mapped to target ids by `d2t`; None: the target's head is used.
+        draft_vocab_size: rows of the draft's own `lm_head`, mapped to target ids by `d2t`; None: the target's head.
 
     The target, as far as the checkpoint says (else None): target_name_or_path, target_hidden_size, target_vocab_size,
     target_num_hidden_layers.
@@ -120,7 +121,7 @@ class DFlashConfig(PreTrainedConfig):
     source_layout: str = "canonical"
 
     def __post_init__(self, **kwargs: Any) -> None:
-        foreign = {key: kwargs[key] for key in _FOREIGN_KEYS if key in kwargs}
+        foreign = {key: kwargs[key] for key in FOREIGN_KEYS if key in kwargs}
         problems = find_problems({**vars(self), **foreign})
         if problems:
             raise CheckpointError(join_problems("This DFlash configuration cannot be used", problems))
@@ -152,8 +153,8 @@ def find_problems(values: Mapping[str, Any], places: Mapping[str, str] | None = 
 
     Args:
         values: canonical keys to values; a missing key counts as None.
-        places: where each value was read from, for the messages: `{"block_size": "dflash_config.block_size"}`; for a value
-            that is None, where it was looked for.
+        places: where each value was read from, for the messages, as in `{"block_size": "dflash_config.block_size"}`;
+            for a value that is None, where it was looked for.
 
     Returns:
         One sentence or two per problem: the key, the place, what was found, what is needed. Empty when all is well.
@@ -233,7 +234,7 @@ def _check_sizes(seen: _Values) -> Iterator[str]:
         yield f"`num_attention_heads` ({heads}) must be a multiple of `num_key_value_heads` ({kv_heads})."
     hidden, head_dim = seen.integer("hidden_size"), seen.integer("head_dim")
     if hidden and heads and head_dim is None and hidden % heads:
-        yield f"`head_dim` is missing, and `hidden_size` ({hidden}) is not a multiple of `num_attention_heads` ({heads})."
+        yield f"`head_dim` is missing and `hidden_size` ({hidden}) is no multiple of `num_attention_heads` ({heads})."
     width = head_dim or (hidden // heads if hidden and heads else None)
     if width and width % 2:
         yield f"`head_dim` must be even, since RoPE turns pairs of values; found {width}."
@@ -351,18 +352,19 @@ def _check_version(seen: _Values) -> Iterator[str]:
         yield seen.wrong("vocab_size", "given for a DFlash 2 draft: its codebooks have a row for each token")
     elif top_k is not None and top_k > vocab_size:
         yield seen.wrong("selector_top_k", f"at most `vocab_size` ({vocab_size})")
-    if seen.get("draft_vocab_size") is not None:
+    draft_vocab = seen.get("draft_vocab_size")
+    if draft_vocab is not None and draft_vocab != vocab_size:
         yield seen.wrong(
-            "draft_vocab_size", "null in a DFlash 2 draft: its selector works on the target's whole vocabulary"
+            "draft_vocab_size", f"null or {vocab_size} in a DFlash 2 draft: its selector works on the whole vocabulary"
         )
 
 
 def _check_foreign(seen: _Values) -> Iterator[str]:
-    for key in _FOREIGN_KEYS:
+    for key in FOREIGN_KEYS:
         if seen.get(key) is not None:
             yield (
-                f"`{key}` is not a key of the canonical form (found {seen.get(key)!r}): RoPE values belong in `rope_parameters`, "
-                "all others at top level. A published layout is read by `hf_dflash.load_draft`."
+                f"`{key}` ({seen.get(key)!r}) is not a key of the canonical form: RoPE values belong in "
+                "`rope_parameters`, all others at top level. Published layouts are read by `hf_dflash.load_draft`."
             )
 
 

@@ -1,0 +1,181 @@
+"""Every published layout of a DFlash checkpoint, translated into the one canonical configuration.
+
+Owns: the table that recognises a layout from its `config.json`, and how each names its weights. `readers` knows where
+each layout keeps its values, `refusals` what cannot be honoured.
+
+Does not know: files, tensors (only their names and shapes), targets, networks. Reading collects problems, so that
+`inspect` can list all of them; `to_canonical` is the one that raises.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from hf_dflash.configuration_dflash import DFlashConfig, is_integer, join_problems
+from hf_dflash.errors import CheckpointError
+from hf_dflash.layouts.readers import (
+    is_version_2,
+    mask_warnings,
+    read_canonical,
+    read_muse,
+    read_speculators,
+    read_z_lab,
+)
+from hf_dflash.layouts.reading import Reading, architectures, submapping
+from hf_dflash.layouts.refusals import unsupported_family
+
+Shapes = Mapping[str, tuple[int, ...]]
+
+
+@dataclass(frozen=True)
+class Layout:
+    """One published form of a draft checkpoint.
+
+    name: goes into `DFlashConfig.source_layout`. description: for people. matches: whether a `config.json` has this
+    form. read: its values. prefixes: (published, canonical) beginnings of tensor names. unused: tensors that only
+    training or another runtime needs.
+    """
+
+    name: str
+    description: str
+    matches: Callable[[Mapping], bool]
+    read: Callable[[Mapping], Reading]
+    prefixes: tuple[tuple[str, str], ...] = ()
+    unused: tuple[str, ...] = ()
+
+    def rename(self, tensor: str) -> str | None:
+        """The canonical name of a published tensor; None for one that a draft has no use for."""
+        if tensor in self.unused or tensor.endswith("rotary_emb.inv_freq"):
+            return None
+        for published, canonical in self.prefixes:
+            if tensor.startswith(published):
+                return canonical + tensor.removeprefix(published)
+        # The authors' module keeps the selector's codebooks as embeddings, their files keep them as bare matrices.
+        return tensor.removesuffix(".weight") if tensor.endswith("_codebook.weight") else tensor
+
+
+def _nested_has(*keys: str) -> Callable[[Mapping], bool]:
+    return lambda raw: any(key in submapping(raw, "dflash_config") for key in keys)
+
+
+# The first that matches counts. `model_type` alone says nothing about z-lab's drafts: they call themselves `qwen3`.
+LAYOUTS = (
+    Layout(
+        "canonical",
+        "hf_dflash's own form",
+        lambda raw: raw.get("model_type") == DFlashConfig.model_type and "dflash_version" in raw,
+        read_canonical,
+    ),
+    Layout(
+        "speculators",
+        "speculators",
+        lambda raw: raw.get("speculators_model_type") in ("dflash", "dflash2"),
+        read_speculators,
+        unused=("t2d", "verifier_norm.weight", "verifier_lm_head.weight"),
+    ),
+    Layout(
+        "muse",
+        "Muse Glimmer assistant",
+        lambda raw: raw.get("model_type") == "muse_glimmer_assistant",
+        read_muse,
+        prefixes=(("encoder.fc.", "fc."), ("encoder.output_norm_enc.", "hidden_norm.")),
+    ),
+    Layout("dflash2", "z-lab DFlash 2", is_version_2, read_z_lab),
+    Layout("modelopt", "NVIDIA Model-Optimizer", _nested_has("use_swa", "swa_window_size", "causal"), read_z_lab),
+    Layout("z-lab-nested", "z-lab, block size in dflash_config", _nested_has("block_size"), read_z_lab),
+    Layout(
+        "z-lab",
+        "z-lab, block size at top level",
+        lambda raw: isinstance(raw.get("dflash_config"), Mapping) or "DFlashDraftModel" in architectures(raw),
+        read_z_lab,
+    ),
+)
+
+
+def recognise(raw: Mapping) -> Layout | None:
+    """The layout of a `config.json`; None for an ordinary model and for relatives of DFlash that are not supported."""
+    if unsupported_family(raw):
+        return None
+    return next((layout for layout in LAYOUTS if layout.matches(raw)), None)
+
+
+def read(raw: Mapping, shapes: Shapes | None = None) -> tuple[Layout, Reading]:
+    """Recognises and reads a `config.json`, collecting what is wrong with it.
+
+    Args:
+        raw: the parsed `config.json`.
+        shapes: published tensor names to shapes, where the weights are at hand. Without them, own embeddings and an own
+            head for the full vocabulary go unseen.
+
+    Raises:
+        CheckpointError: it is no DFlash draft, or a relative that is not supported yet.
+    """
+    family = unsupported_family(raw)
+    if family:
+        raise CheckpointError(
+            f"This is a {family} draft, a relative of DFlash that is not supported yet. Use a DFlash or DFlash 2 draft."
+        )
+    layout = recognise(raw)
+    if layout is None:
+        kind = raw.get("speculators_model_type") or raw.get("model_type") or "without model_type"
+        raise CheckpointError(
+            f"This is no DFlash draft ({kind}, architectures {architectures(raw)}): its config.json has no "
+            "`dflash_config`, no `speculators_model_type` of dflash or dflash2 and no architecture of a published "
+            "draft. An ordinary model cannot propose blocks."
+        )
+    reading = layout.read(raw)
+    reading.values["source_layout"] = raw.get("source_layout") or layout.name
+    if shapes is not None:
+        _apply_shapes(reading, {layout.rename(name): tuple(shape) for name, shape in shapes.items()})
+    return layout, reading
+
+
+def _apply_shapes(reading: Reading, shapes: Mapping[str | None, tuple[int, ...]]) -> None:
+    """What only the tensors tell: own embeddings, an own head, and whether `fc` takes as many taps as are listed."""
+    values = reading.values
+    values["own_embeddings"] = "embed_tokens.weight" in shapes
+    head, reduced = shapes.get("lm_head.weight"), values.get("draft_vocab_size")
+    if head is None and reduced is not None:
+        reading.problems.append(
+            f"`draft_vocab_size` is {reduced!r}, but the checkpoint has no `lm_head.weight` of its own for it."
+        )
+    if head is not None and reduced is None:
+        values["draft_vocab_size"] = head[0]
+        reading.places["draft_vocab_size"] = "the shape of `lm_head.weight`"
+
+    taps, fc = values.get("target_layer_ids"), shapes.get("fc.weight")
+    width = values.get("target_hidden_size") or values.get("hidden_size")
+    if fc is None or len(fc) != 2 or not isinstance(taps, list) or not is_integer(width) or width < 1:
+        return
+    if len(taps) * width != fc[1]:
+        fits = f"{fc[1] // width} taps" if fc[1] % width == 0 else "no whole number of taps"
+        reading.problems.append(
+            f"`target_layer_ids` {taps} does not fit `fc.weight`: {len(taps)} taps of width {width} make "
+            f"{len(taps) * width} inputs, but `fc.in_features` is {fc[1]} ({fits}). Take the taps from the draft's "
+            "author."
+        )
+
+
+def to_canonical(raw: Mapping, shapes: Shapes | None = None) -> DFlashConfig:
+    """The canonical configuration of a published `config.json` in any layout; arguments as in `read`.
+
+    Raises:
+        CheckpointError: naming every value that is missing, impossible or not supported, and where it was looked for.
+    """
+    layout, reading = read(raw, shapes)
+    problems = reading.all_problems()
+    if problems:
+        raise CheckpointError(join_problems(f"This draft ({layout.description}) cannot be used", problems))
+    return DFlashConfig(**reading.values)
+
+
+__all__ = [
+    "LAYOUTS",
+    "Layout",
+    "Reading",
+    "Shapes",
+    "mask_warnings",
+    "read",
+    "recognise",
+    "to_canonical",
+    "unsupported_family",
+]

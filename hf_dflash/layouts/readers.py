@@ -1,0 +1,186 @@
+"""One function per published layout: its `config.json` in, canonical values out.
+
+Owns: where each layout keeps each value and what it leaves to be understood (causality, window, tap numbering).
+
+Does not know: tensors, files, how a layout is recognised.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from transformers import PreTrainedConfig
+
+from hf_dflash.configuration_dflash import FOREIGN_KEYS, DFlashConfig, is_integer
+from hf_dflash.layouts.reading import Reading, Scopes, architectures, submapping
+from hf_dflash.layouts.refusals import refuse_options
+from hf_dflash.layouts.rope import read_rope
+
+_NETWORK_KEYS = (
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "hidden_act",
+    "rms_norm_eps",
+    "attention_bias",
+    "attention_dropout",
+    "max_position_embeddings",
+    "initializer_range",
+    "vocab_size",
+)
+_OUTPUT_KEYS = ("input_embedding_scale", "output_multiplier", "final_logit_softcapping")
+_VERSION_2_KEYS = ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")
+
+# Qwen3's own default for `max_window_layers`: with sliding switched on and no list of types, later layers slide.
+_MAX_WINDOW_LAYERS = 28
+
+
+def is_version_2(raw: Mapping) -> bool:
+    """Whether a `config.json` of z-lab's kind says that it is a DFlash 2 draft."""
+    projector = submapping(raw, "dflash_config").get("projector_type")
+    return projector == "dflash2" or any("dflash2" in name.lower() for name in architectures(raw))
+
+
+def read_z_lab(raw: Mapping) -> Reading:
+    """Layouts A, B, D and F: a Qwen3 configuration with a `dflash_config`; a key may stand in either."""
+    reading = Reading()
+    nested = submapping(raw, "dflash_config")
+    scopes = [("dflash_config.", nested), ("", raw)]
+    look = Scopes(reading, scopes)
+    look.take((*_NETWORK_KEYS, *_OUTPUT_KEYS, *_VERSION_2_KEYS, "target_hidden_size"))
+    look.take(("block_size", "mask_token_id", "target_layer_ids"))
+    look.take_as("target_num_hidden_layers", "num_target_layers", "target_num_hidden_layers")
+    reading.values["dflash_version"] = 2 if is_version_2(raw) else 1
+
+    look.take_as("sliding_window", "swa_window_size", "sliding_window")
+    types = look.take_as("layer_types", "layer_types") or _default_layer_types(reading, raw)
+    if nested.get("use_swa") and isinstance(types, list) and "sliding_attention" not in types:
+        # Model-Optimizer lists full layers and lets this flag make all of them slide.
+        types = ["sliding_attention"] * len(types)
+    _set_layers(reading, types)
+    # `is_causal` at top level, then `causal` in `dflash_config`; without either, the layer type decides.
+    for place, causal in (("is_causal", raw.get("is_causal")), ("dflash_config.causal", nested.get("causal"))):
+        if causal is not None:
+            _set_causal(reading, place, causal)
+            break
+    _finish(reading, raw, scopes, rope_scopes=[("", raw)], whole_heads_only=False)
+    return reading
+
+
+def read_muse(raw: Mapping) -> Reading:
+    """Layout C, transformers' own MuseGlimmerAssistant: all at top level, every layer slides and none is causal."""
+    reading = Reading()
+    scopes = [("", raw)]
+    look = Scopes(reading, scopes)
+    look.take((*_NETWORK_KEYS, *_OUTPUT_KEYS, "block_size", "mask_token_id", "target_layer_ids", "sliding_window"))
+    look.take_as("target_num_hidden_layers", "num_target_layers")
+    types = look.take_as("layer_types", "layer_types")
+    layers = reading.values.get("num_hidden_layers")
+    _set_layers(reading, types or (["sliding_attention"] * layers if is_integer(layers) else None))
+    _set_causal(reading, "model_type", False)
+    _finish(reading, raw, scopes, rope_scopes=scopes, whole_heads_only=False)
+    return reading
+
+
+def read_speculators(raw: Mapping) -> Reading:
+    """Layout G: the decoder in `transformer_layer_config`, tap ids counted from 1, perhaps a small own vocabulary."""
+    reading = Reading()
+    inner = submapping(raw, "transformer_layer_config")
+    scopes = [("transformer_layer_config.", inner), ("", raw)]
+    Scopes(reading, scopes).take((*_NETWORK_KEYS, "layer_types", "sliding_window"))
+    look = Scopes(reading, [("", raw)])
+    look.take(("block_size", "mask_token_id", "target_hidden_size", "draft_vocab_size", *_OUTPUT_KEYS))
+    look.take(_VERSION_2_KEYS)
+    version = reading.values["dflash_version"] = 2 if raw.get("speculators_model_type") == "dflash2" else 1
+
+    ids = look.take_as("target_layer_ids", "aux_hidden_state_layer_ids")
+    if isinstance(ids, list) and all(is_integer(layer) for layer in ids):
+        # speculators counts the embedding as 0: its 2 is hidden_states[2], the output of decoder layer 1.
+        reading.values["target_layer_ids"] = [layer - 1 for layer in ids]
+        reading.places["target_layer_ids"] += ", each minus 1"
+    _set_layers(reading, reading.values.get("layer_types") or _default_layer_types(reading, inner))
+    # Full layers see the whole block; sliding ones do where the key says so, by default in DFlash 2 only.
+    free = raw.get("sliding_window_non_causal")
+    if free or (free is None and version == 2):
+        _set_causal(reading, "sliding_window_non_causal", False)
+
+    if reading.values.get("draft_vocab_size") == reading.values.get("vocab_size"):
+        # The whole vocabulary: the head is the target's, unless the file turns out to hold one.
+        reading.values.pop("draft_vocab_size", None)
+    verifier = submapping(submapping(raw, "speculators_config"), "verifier")
+    reading.values["target_name_or_path"] = verifier.get("name_or_path")
+    _finish(reading, raw, scopes, rope_scopes=scopes, whole_heads_only=True)
+    return reading
+
+
+def read_canonical(raw: Mapping) -> Reading:
+    """hf_dflash's own form; other keys (`auto_map`, `architectures`, ...) are transformers' business."""
+    reading = Reading()
+    names = [*DFlashConfig.__dataclass_fields__, *FOREIGN_KEYS]
+    inherited = PreTrainedConfig.__dataclass_fields__
+    reading.values = {name: raw[name] for name in names if name in raw and name not in inherited}
+    reading.places = {name: f"`{name}`" for name in names}
+    rope = submapping(raw, "rope_parameters")
+    reading.places |= {key: f"`rope_parameters.{key}`" for key in ("rope_theta", "rope_type", *rope)}
+    refuse_options(reading, [("", raw)])
+    return reading
+
+
+def _default_layer_types(reading: Reading, raw: Mapping) -> list[str] | None:
+    """Qwen3's rule for a configuration that lists no layer types."""
+    layers = reading.values.get("num_hidden_layers")
+    if not is_integer(layers):
+        return None
+    first = raw.get("max_window_layers", _MAX_WINDOW_LAYERS) if raw.get("use_sliding_window") else layers
+    return ["sliding_attention" if index >= first else "full_attention" for index in range(layers)]
+
+
+def _set_layers(reading: Reading, types: Any) -> None:
+    if types is not None:
+        reading.values["layer_types"] = types
+    if "sliding_attention" not in (types or ()):
+        # Qwen3 configurations carry the target's window also where no layer slides.
+        reading.values.pop("sliding_window", None)
+
+
+def _set_causal(reading: Reading, place: str, causal: Any) -> None:
+    """One causality for every layer."""
+    if not isinstance(causal, bool):
+        reading.problems.append(f"`{place}` must be true, false or null; found {causal!r}.")
+    layers = reading.values.get("num_hidden_layers")
+    if is_integer(layers):
+        reading.values["layer_causal"] = [bool(causal)] * layers
+
+
+def _finish(
+    reading: Reading,
+    raw: Mapping,
+    scopes: list[tuple[str, Mapping]],
+    *,
+    rope_scopes: list[tuple[str, Mapping]],
+    whole_heads_only: bool,
+) -> None:
+    """What all published layouts share: RoPE, refused options, the target's vocabulary, special tokens."""
+    read_rope(reading, rope_scopes, whole_heads_only)
+    refuse_options(reading, scopes)
+    if reading.values.get("final_logit_softcapping") == 0:
+        # Published configurations write 0 for "no cap".
+        del reading.values["final_logit_softcapping"]
+    if reading.values.get("vocab_size") is not None:
+        reading.values["target_vocab_size"] = reading.values["vocab_size"]
+    for key in ("eos_token_id", "pad_token_id"):
+        special = next((mapping[key] for _, mapping in scopes if mapping.get(key) is not None), None)
+        reading.warnings += mask_warnings(reading.values.get("mask_token_id"), key, special)
+
+
+def mask_warnings(mask_token_id: Any, key: str, special: Any) -> list[str]:
+    """A warning where the mask token is also a special token of the text (an id, a list of ids, or None)."""
+    ids = special if isinstance(special, (list, tuple)) else [special]
+    if not is_integer(mask_token_id) or mask_token_id not in ids:
+        return []
+    return [
+        f"`mask_token_id` ({mask_token_id}) is also `{key}`. A draft is trained with a token of its own as the mask: if "
+        "this id is a mistake, hardly any candidate will be accepted. Compare it with what the draft's author says."
+    ]

@@ -1,0 +1,90 @@
+"""The RoPE values of a draft, wherever a layout keeps them.
+
+Owns: the order per key (`rope_parameters`, then `rope_scaling`, then top level), which keys belong to which RoPE type,
+and what is left out because a draft's positions are plain and one-dimensional.
+
+Does not know: how angles are computed; whether the values are possible (the canonical configuration checks that).
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from hf_dflash.configuration_dflash import LAYER_TYPES, ROPE_REQUIRED_KEYS
+from hf_dflash.layouts.reading import Reading, spoken, submapping
+
+_OPTIONAL_KEYS = {
+    "yarn": ("attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate"),
+    "longrope": ("attention_factor", "factor"),
+    "proportional": ("partial_rotary_factor",),
+}
+_TOP_LEVEL_KEYS = ("rope_theta", "rope_type", "partial_rotary_factor", "original_max_position_embeddings")
+# Inherited from a multimodal target; the draft counts tokens in a line whatever its target does with images.
+_MROPE_KEYS = ("mrope_section", "mrope_interleaved")
+_KNOWN_KEYS = {
+    "type",
+    *_TOP_LEVEL_KEYS,
+    *_MROPE_KEYS,
+    *(key for keys in (*ROPE_REQUIRED_KEYS.values(), *_OPTIONAL_KEYS.values()) for key in keys),
+}
+
+
+def read_rope(reading: Reading, scopes: list[tuple[str, Mapping]], whole_heads_only: bool) -> None:
+    """Puts `rope_parameters` into the values of a reading, and the place of each of its keys beside them.
+
+    Args:
+        reading: already holds `layer_types`, where there are any.
+        scopes: prefixes for messages and dictionaries to search, first come first served.
+        whole_heads_only: refuse a `partial_rotary_factor` below 1 for default RoPE too. z-lab's network turns whole
+            heads whatever this inherited key says; a speculators draft may have been trained either way.
+    """
+    found: dict[str, Any] = {}
+    looked = []
+    for place, mapping in _sources(reading, scopes):
+        looked.append(spoken(place, "rope_theta"))
+        for key, value in mapping.items():
+            if key not in _KNOWN_KEYS and value is not None:
+                reading.problems.append(f"`{place}{key}` ({value!r}) is a RoPE option that is not known here.")
+            canonical = "rope_type" if key == "type" else key
+            if key in _KNOWN_KEYS and value is not None and canonical not in found:
+                found[canonical] = value
+                reading.places[canonical] = spoken(place, key)
+    reading.places.setdefault("rope_theta", " and ".join(looked))
+
+    rope_type = found.get("rope_type", "default")
+    if rope_type == "mrope":
+        rope_type = found["rope_type"] = "default"
+    partial = found.get("partial_rotary_factor")
+    if partial not in (None, 1) and rope_type != "proportional" and (whole_heads_only or rope_type != "default"):
+        reading.problems.append(
+            f"{reading.places['partial_rotary_factor']} is {partial!r}: a draft that turns only a part of each head is "
+            "not supported."
+        )
+    kept = ("rope_theta", "rope_type", *ROPE_REQUIRED_KEYS.get(rope_type, ()), *_OPTIONAL_KEYS.get(rope_type, ()))
+    reading.values["rope_parameters"] = {key: found[key] for key in kept if key in found}
+
+
+def _sources(reading: Reading, scopes: list[tuple[str, Mapping]]) -> list[tuple[str, Mapping]]:
+    """The dictionaries that may hold RoPE values in the order in which they are asked, each with its prefix."""
+    nested = [
+        _by_layer_type(reading, f"{prefix}{key}.", submapping(raw, key))
+        for key in ("rope_parameters", "rope_scaling")
+        for prefix, raw in scopes
+    ]
+    return [*nested, *((prefix, {key: raw.get(key) for key in _TOP_LEVEL_KEYS}) for prefix, raw in scopes)]
+
+
+def _by_layer_type(reading: Reading, place: str, found: Mapping) -> tuple[str, Mapping]:
+    """Opens a dictionary keyed by layer type, where the draft's layers agree on one entry."""
+    entries = {kind: found[kind] for kind in LAYER_TYPES if isinstance(found.get(kind), Mapping)}
+    if not entries:
+        return place, found
+    layer_types = reading.values.get("layer_types") or LAYER_TYPES
+    used = [kind for kind in entries if kind in layer_types]
+    if not used:
+        return place, {}
+    if any(entries[kind] != entries[used[0]] for kind in used):
+        reading.problems.append(
+            f"`{place.removesuffix('.')}` gives {' and '.join(used)} layers different values; a draft has one RoPE for "
+            "all its layers."
+        )
+    return f"{place}{used[0]}.", entries[used[0]]
