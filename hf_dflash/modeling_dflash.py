@@ -153,11 +153,19 @@ class GroupedDynamicCausalConv(nn.Module):
         groups = config.hidden_size // self.group_size
         self.kernel_projection = nn.Linear(config.hidden_size, 2 * self.kernel_size * groups, bias=False)
 
-    def around(self, sublayer: Callable[[torch.Tensor], torch.Tensor], hidden: torch.Tensor) -> torch.Tensor:
-        """(batch, n, hidden_size) -> the same: convolve, run the sublayer, convolve."""
-        dynamic = self.kernel_projection(hidden).unflatten(-1, (2, self.kernel_size, -1))
-        hidden = self._convolve(hidden, dynamic[..., 0, :, :], self.base_kernel[0])
-        return self._convolve(sublayer(hidden), dynamic[..., 1, :, :], self.base_kernel[1])
+    def around(
+        self, sublayer: Callable[[torch.Tensor], torch.Tensor], hidden: torch.Tensor, block_length: int | None = None
+    ) -> torch.Tensor:
+        """(batch, n, hidden_size) -> the same: convolve, run the sublayer, convolve.
+
+        Where a row holds several blocks of `block_length` tokens, the convolutions start anew in each.
+        """
+        shape = hidden.shape
+        length = block_length or shape[1]
+        dynamic = self.kernel_projection(hidden).view(-1, length, 2, self.kernel_size, shape[-1] // self.group_size)
+        before = self._convolve(hidden.reshape(-1, length, shape[-1]), dynamic[..., 0, :, :], self.base_kernel[0])
+        after = sublayer(before.view(shape)).reshape(-1, length, shape[-1])
+        return self._convolve(after, dynamic[..., 1, :, :], self.base_kernel[1]).view(shape)
 
     def _convolve(self, hidden: torch.Tensor, dynamic: torch.Tensor, base: torch.Tensor) -> torch.Tensor:
         grouped = hidden.unflatten(-1, (-1, self.group_size))
@@ -211,16 +219,19 @@ class DFlashDecoderLayer(GradientCheckpointingLayer):
         self.attention_conv = GroupedDynamicCausalConv(config) if config.dflash_version == 2 else None
         self.mlp_conv = GroupedDynamicCausalConv(config) if config.dflash_version == 2 else None
 
-    def forward(self, block: torch.Tensor, context: torch.Tensor | None, **kwargs: Any) -> torch.Tensor:
+    def forward(
+        self, block: torch.Tensor, context: torch.Tensor | None, block_length: int | None = None, **kwargs: Any
+    ) -> torch.Tensor:
         """(batch, n, hidden_size), (batch, c, hidden_size) -> (batch, n, hidden_size)."""
 
         def attend(hidden: torch.Tensor) -> torch.Tensor:
             return self.self_attn(hidden, context, **kwargs)[0]
 
-        normed = self.input_layernorm(block)
-        block = block + (attend(normed) if self.attention_conv is None else self.attention_conv.around(attend, normed))
-        normed = self.post_attention_layernorm(block)
-        return block + (self.mlp(normed) if self.mlp_conv is None else self.mlp_conv.around(self.mlp, normed))
+        def around(conv: GroupedDynamicCausalConv | None, sublayer: Callable, hidden: torch.Tensor) -> torch.Tensor:
+            return sublayer(hidden) if conv is None else conv.around(sublayer, hidden, block_length)
+
+        block = block + around(self.attention_conv, attend, self.input_layernorm(block))
+        return block + around(self.mlp_conv, self.mlp, self.post_attention_layernorm(block))
 
 
 class DFlashPreTrainedModel(PreTrainedModel):
@@ -329,6 +340,7 @@ class DFlashDraftModel(DFlashPreTrainedModel):
                 crops the block's n.
             use_cache: True makes a cache where none is given.
             past_key_values: the name that transformers before 5.24 gives to `cache`.
+            kwargs: `block_length`, where n tokens are several packed blocks (in training), each with its own convolutions.
         """
         cache = cache if cache is not None else past_key_values
         if use_cache and cache is None:
