@@ -1,0 +1,198 @@
+"""The text being written.
+
+Owns: the committed ids of one row and all that plain generate does at each of its tokens, in its order: logits
+processors, the choice (argmax or one multinomial draw), stopping criteria, streamer, recorded scores, logits, hidden
+states and attentions.
+
+Does not know: drafts, caches, rounds. It is shown a block's logits and candidates and says how many tokens it took.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
+from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria
+from transformers.generation.streamers import BaseStreamer
+from transformers.utils import ModelOutput
+
+from .acceptance import cut_at_first, greedy_choices, matching_prefix
+
+
+@dataclass
+class Records:
+    """What `return_dict_in_generate` asked to keep, one entry per token, as plain generate keeps it; None where not
+    asked.
+    """
+
+    scores: tuple | None = None
+    logits: tuple | None = None
+    hidden_states: tuple | None = None
+    attentions: tuple | None = None
+
+    @classmethod
+    def asked_by(cls, config: GenerationConfig) -> "Records":
+        """Empty records of what the generation config asks for."""
+        asked = config.return_dict_in_generate
+        return cls(
+            scores=() if asked and config.output_scores else None,
+            logits=() if asked and config.output_logits else None,
+            hidden_states=() if asked and config.output_hidden_states else None,
+            attentions=() if asked and config.output_attentions else None,
+        )
+
+    @property
+    def per_token(self) -> bool:
+        """Whether scores or logits must be produced token by token."""
+        return self.scores is not None or self.logits is not None
+
+    def add_prefill(self, outputs: ModelOutput) -> None:
+        """Keep the hidden states and attentions of the prompt, which plain generate files under the first new token."""
+        if self.hidden_states is not None:
+            self.hidden_states += (outputs.hidden_states,)
+        if self.attentions is not None:
+            self.attentions += (outputs.attentions,)
+
+    def add_block(self, outputs: ModelOutput, committed: int, windows: list[int | None]) -> None:
+        """Keep the hidden states and attentions of the first `committed` inputs of a verified block, one entry per
+        token.
+
+        Args:
+            outputs: the verify forward's output.
+            committed: inputs of the block whose outputs became tokens.
+            windows: per attention layer, the sliding window in tokens, or None.
+        """
+        for position in range(committed):
+            if self.hidden_states is not None:
+                self.hidden_states += (tuple(h[:, position : position + 1] for h in outputs.hidden_states),)
+            if self.attentions is not None:
+                rows = zip(outputs.attentions, windows, strict=True)
+                self.attentions += (tuple(_attention_row(a, position, window) for a, window in rows),)
+
+
+def _attention_row(attention: torch.Tensor, position: int, window: int | None) -> torch.Tensor:
+    """The attention row that a one-token forward at `position` of the block would have returned.
+
+    Args:
+        attention: `(batch, heads, block, keys)`; the block's own keys are the last `block` columns.
+        position: input of the block, 0-based.
+        window: sliding window in tokens, the token itself included; None for full attention.
+
+    Example:
+        block of 3 behind 5 cached keys: 8 columns. Position 1 is key 6, so plain decoding would have seen columns 0..6.
+            With a
+        window of 4 it would have seen its last 4: columns 3..6.
+    """
+    block, keys = attention.shape[-2:]
+    end = keys - block + position + 1
+    start = 0 if window is None else max(0, end - window)
+    return attention[:, :, position : position + 1, start:end]
+
+
+class Continuation:
+    """One row's committed ids and the decisions that plain generate would make for them.
+
+    Args:
+        input_ids: `(1, length)` the prompt, as plain generate holds it (empty when the prompt came as embeddings).
+        logits_processor, stopping_criteria, generation_config: as core prepared them.
+        streamer: receives each committed token as a `(1,)` tensor on the CPU; the prompt was put by core.
+
+    Attributes:
+        ids: `(1, length)` committed ids, prompt included.
+        finished: whether plain generate would have stopped here.
+    """
+
+    def __init__(
+        self,
+        input_ids: torch.LongTensor,
+        logits_processor: LogitsProcessorList,
+        stopping_criteria: StoppingCriteriaList,
+        generation_config: GenerationConfig,
+        streamer: BaseStreamer | None = None,
+    ):
+        self.ids = input_ids
+        self.finished = False
+        self.records = Records.asked_by(generation_config)
+        self._processors = logits_processor
+        self._criteria = stopping_criteria
+        self._do_sample = bool(generation_config.do_sample)
+        self._streamer = streamer
+        self._max_length = stopping_criteria.max_length or generation_config.max_length
+        self._eos = [c.eos_token_id for c in stopping_criteria if type(c) is EosTokenCriteria]
+        # With nothing between logits and argmax, and no stop that must be asked token by token, a block is decided in
+        # one go.
+        self._at_once = (
+            not self._do_sample
+            and len(logits_processor) == 0
+            and not self.records.per_token
+            and all(type(c) in (EosTokenCriteria, MaxLengthCriteria) for c in stopping_criteria)
+        )
+
+    @property
+    def anchor_ids(self) -> torch.LongTensor:
+        """`(1,)` the last committed token of each row, the first input of the next block."""
+        return self.ids[:, -1]
+
+    @property
+    def room(self) -> int:
+        """Tokens that may still be committed before the maximal length."""
+        return self._max_length - self.ids.shape[1]
+
+    def accept(self, logits: torch.Tensor, candidates: torch.LongTensor) -> tuple[torch.LongTensor, torch.LongTensor]:
+        """Commit what the target accepts of a block: the agreeing candidates and the bonus token, cut at the first
+        stop.
+
+        Args:
+            logits: `(1, n + 1, vocabulary)` the target's raw logits behind the anchor and behind each candidate.
+            candidates: `(1, n)` proposed ids; n = 0 right after the prompt.
+
+        Returns:
+            two `(1,)` tensors: accepted candidates, and committed tokens. Without a stop, committed = accepted + 1 (the
+            bonus token).
+        """
+        committed = (self._accept_at_once if self._at_once else self._accept_one_by_one)(logits, candidates)
+        taken = int(committed)
+        return matching_prefix(candidates[:, :taken], self.ids[:, -taken:]), committed
+
+    def _accept_at_once(self, logits: torch.Tensor, candidates: torch.LongTensor) -> torch.LongTensor:
+        """Compare all positions with the greedy choices at once; `(1,)` committed tokens."""
+        choices = greedy_choices(logits).to(self.ids.device)
+        committed = matching_prefix(candidates, choices) + 1
+        for eos in self._eos:
+            committed = cut_at_first(torch.isin(choices, eos.to(choices.device)), committed)
+        self._append(choices[:, : int(committed)])
+        return committed
+
+    def _accept_one_by_one(self, logits: torch.Tensor, candidates: torch.LongTensor) -> torch.LongTensor:
+        """Decide position by position, exactly as plain generate would, until the first disagreement or stop."""
+        committed = 0
+        for position in range(logits.shape[1]):
+            token = self._choose(logits[:, position])
+            self._append(token[:, None])
+            committed += 1
+            # Candidate i stands at the position that logits row i decides. Example: candidates [8, 9], row 0 says 8:
+            # agreed, go on;
+            # row 1 says 4: 4 is the bonus token and [8, 4] is committed.
+            if self.finished or position == candidates.shape[1] or token != candidates[:, position]:
+                break
+        return torch.full_like(self.ids[:, 0], committed)
+
+    def _choose(self, logits: torch.Tensor) -> torch.LongTensor:
+        """One token from raw `(1, vocabulary)` logits: processors, then argmax or one multinomial draw; `(1,)`."""
+        raw = logits.to(copy=True, dtype=torch.float32, device=self.ids.device)
+        scores = self._processors(self.ids, raw)
+        if self.records.scores is not None:
+            self.records.scores += (scores,)
+        if self.records.logits is not None:
+            self.records.logits += (raw,)
+        if self._do_sample:
+            return torch.multinomial(nn.functional.softmax(scores, dim=-1), num_samples=1).squeeze(1)
+        return torch.argmax(scores, dim=-1)
+
+    def _append(self, tokens: torch.LongTensor) -> None:
+        """Commit `(1, n)` tokens: append, ask the criteria, stream one by one."""
+        self.ids = torch.cat([self.ids, tokens], dim=-1)
+        self.finished = bool(self._criteria(self.ids, self.records.scores).all())
+        if self._streamer is not None:
+            for token in tokens.cpu().unbind(dim=1):
+                self._streamer.put(token)

@@ -1,0 +1,140 @@
+"""How `assistant_model=` finds the DFlash loop.
+
+Owns: the one dispatch on `GenerationMixin.generate`, installed once by `import hf_dflash`, and the one on the
+pipelines' assistant loading. Any assistant that is not a DFlash draft goes through untouched.
+
+Does not know: decoding.
+"""
+
+import copy
+import dataclasses
+import functools
+import inspect
+from pathlib import Path
+from typing import Any
+
+from transformers import GenerationConfig, GenerationMixin, StoppingCriteriaList
+from transformers.generation.stopping_criteria import StopStringCriteria
+from transformers.pipelines import base as pipelines_base
+
+from .errors import UnsupportedOptionError
+from .generation import DFlashGenerate
+from .loading import adopt_draft, is_draft, is_draft_checkpoint, load_draft
+from .options import refuse_encoder_decoder, refuse_other_assistance, resolve_block_size
+
+_INSTALLED = "_hf_dflash_dispatch"
+
+
+def install() -> None:
+    """Let `generate(assistant_model=<DFlash draft>)` and `pipeline(..., assistant_model=...)` reach the DFlash loop;
+    safe twice.
+    """
+    if not hasattr(GenerationMixin.generate, _INSTALLED):
+        GenerationMixin.generate = _dispatching(GenerationMixin.generate)
+    if not hasattr(pipelines_base.load_assistant_model, _INSTALLED):
+        pipelines_base.load_assistant_model = _loading_drafts(pipelines_base.load_assistant_model)
+
+
+def _dispatching(plain_generate):
+    """Wrap `generate`: a DFlash draft as `assistant_model`, or a `DFlashGenerate` as `custom_generate`, takes our
+    loop.
+    """
+    signature = inspect.signature(plain_generate)
+
+    @functools.wraps(plain_generate)
+    def generate(self, *args: Any, **kwargs: Any):
+        call = signature.bind(self, *args, **kwargs).arguments
+        draft, method = call.get("assistant_model"), call.get("custom_generate")
+        if draft is not None and is_draft(draft):
+            if method is not None:
+                raise UnsupportedOptionError(
+                    f"Both `assistant_model` (a DFlash draft) and `custom_generate` ({method!r}) were given; each is "
+                    "a decoding method. Give one of them."
+                )
+            method = DFlashGenerate(adopt_draft(draft))
+        elif not isinstance(method, DFlashGenerate):
+            return plain_generate(self, *args, **kwargs)
+        return _call_core(plain_generate, self, call, method)
+
+    setattr(generate, _INSTALLED, True)
+    return generate
+
+
+def _call_core(plain_generate: Any, model: Any, call: dict[str, Any], method: DFlashGenerate) -> Any:
+    """Call core's `generate` with the draft's own options resolved, and with what core would withhold from a custom
+    decoding method (streamer, tokenizer) carried past it."""
+    arguments = {name: value for name, value in call.items() if name not in ("self", "kwargs", "assistant_model")}
+    options = dict(call.get("kwargs", {}))
+    refuse_encoder_decoder(model.config)
+
+    configs = [c.to_dict() for c in (call.get("generation_config"), model.generation_config) if c is not None]
+    refuse_other_assistance(options, *configs)
+    block_size = resolve_block_size(
+        method.draft.config,
+        options.pop("block_size", method.block_size),
+        _first_set("num_assistant_tokens", options, *configs),
+    )
+    arguments["custom_generate"] = dataclasses.replace(
+        method,
+        block_size=block_size,
+        streamer=call.get("streamer"),
+        stats=options.pop("stats", method.stats),
+        trace=options.pop("trace", method.trace),
+    )
+    model = _carry_stop_strings(model, arguments, options)
+    return plain_generate(model, **arguments, **options)
+
+
+def _first_set(name: str, *sources: dict[str, Any]) -> Any:
+    """The first value that is set; a call's options go before its generation config, and that before the model's."""
+    return next((source[name] for source in sources if source.get(name) is not None), None)
+
+
+def _carry_stop_strings(model: Any, arguments: dict[str, Any], options: dict[str, Any]) -> Any:
+    """Turn `stop_strings` into a criterion here: core drops the tokenizer that it needs before it builds criteria for
+    us.
+
+    Returns:
+        the model to generate with: a shallow copy (same weights) where the model's own generation config held the
+            strings.
+    """
+    tokenizer = options.pop("tokenizer", None)
+    given, own = arguments.get("generation_config"), model.generation_config
+    strings = _first_set("stop_strings", options, *[c.to_dict() for c in (given, own) if c is not None])
+    if strings is None:
+        return model
+    if tokenizer is None:
+        raise UnsupportedOptionError(
+            f"`stop_strings={strings!r}` was given without a tokenizer to find them with. Pass `tokenizer=` to "
+            "generate as well."
+        )
+    criterion = StopStringCriteria(stop_strings=strings, tokenizer=tokenizer)
+    arguments["stopping_criteria"] = StoppingCriteriaList([*(arguments.get("stopping_criteria") or []), criterion])
+    options.pop("stop_strings", None)
+    if given is not None:
+        arguments["generation_config"] = _without_stop_strings(given)
+    if own.stop_strings is not None:
+        model = copy.copy(model)
+        model.generation_config = _without_stop_strings(own)
+    return model
+
+
+def _without_stop_strings(config: GenerationConfig) -> GenerationConfig:
+    config = copy.deepcopy(config)
+    config.stop_strings = None
+    return config
+
+
+def _loading_drafts(plain_load):
+    """Wrap the pipelines' assistant loading: a DFlash draft keeps its dtype and needs no tokenizer of its own."""
+
+    @functools.wraps(plain_load)
+    def load_assistant_model(model: Any, assistant_model: Any, assistant_tokenizer: Any = None):
+        if isinstance(assistant_model, (str, Path)) and is_draft_checkpoint(assistant_model):
+            assistant_model = load_draft(assistant_model).to(model.device)
+        if assistant_model is not None and is_draft(assistant_model):
+            return assistant_model, None
+        return plain_load(model, assistant_model, assistant_tokenizer)
+
+    setattr(load_assistant_model, _INSTALLED, True)
+    return load_assistant_model

@@ -1,0 +1,195 @@
+"""The door: how `generate` reaches the decoding loop.
+
+Owns: `DFlashGenerate`, a `custom_generate` callable that core calls with everything prepared; the refusal of options
+that cannot be honoured; the splitting of a batch into rows and the joining of their results.
+
+Does not know: the rounds of the loop, checkpoint layouts, command lines. The dispatch of `assistant_model=` is in
+`hf_dflash.dispatch`.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
+from transformers.generation.streamers import BaseStreamer
+
+from .cache import CACHE_KEYWORD, TargetCache, tokens_in
+from .continuation import Continuation
+from .decoding import decode
+from .drafting import DFlashCandidateGenerator, draft_context
+from .loading import check_pairing
+from .modeling_dflash import DFlashDraftModel
+from .options import refuse_options, resolve_block_size
+from .outputs import DFlashOutput, DFlashStatistics, RoundTrace
+from .rows import padding_before, prompt_length, refuse_early_rows, row_kwargs, row_processors
+from .target import Target
+
+
+@dataclass(frozen=True)
+class DFlashGenerate:
+    """A decoding method for `generate(custom_generate=...)` that drafts with a DFlash draft.
+
+    `target.generate(**inputs, assistant_model=draft)` is the same as
+    `target.generate(**inputs, custom_generate=DFlashGenerate(draft))`.
+
+    Args:
+        draft: the draft, from `hf_dflash.load_draft`.
+        block_size: tokens per block, anchor included, 2 to the checkpoint's block size, which is the default. The
+            `block_size=` or `num_assistant_tokens=` (one less) of a call goes before it.
+        stats: called once per `generate` with the call's `DFlashStatistics`.
+        trace: JSON-lines file that receives one line per round.
+        streamer: set by the dispatch, since core keeps the streamer from custom decoding methods.
+    """
+
+    draft: DFlashDraftModel
+    block_size: int | None = None
+    stats: Callable[[DFlashStatistics], None] | None = None
+    trace: str | Path | None = None
+    streamer: BaseStreamer | None = None
+
+    def __call__(
+        self,
+        model: PreTrainedModel,
+        input_ids: torch.LongTensor,
+        logits_processor: LogitsProcessorList,
+        stopping_criteria: StoppingCriteriaList,
+        generation_config: GenerationConfig,
+        block_size: int | None = None,
+        stats: Callable[[DFlashStatistics], None] | None = None,
+        trace: str | Path | None = None,
+        **model_kwargs: Any,
+    ) -> DFlashOutput | torch.LongTensor:
+        """Decode with everything that core prepared; the signature is that of core's decoding methods.
+
+        Raises:
+            UnsupportedOptionError: an option that cannot be honoured; before the first forward.
+            PairingError: draft and target do not belong together; before the first forward.
+            UnsupportedTargetError: a layer of the target cannot be tapped or rolled back; before the first token.
+        """
+        stats, trace = stats or self.stats, trace or self.trace
+        statistics = DFlashStatistics(synchronise=stats is not None or trace is not None)
+        try:
+            refuse_options(generation_config, model_kwargs, input_ids.shape[0], self.streamer)
+            refuse_early_rows(stopping_criteria, input_ids.shape[0])
+            call = _Call(
+                draft=self.draft,
+                target=Target(model),
+                block_size=resolve_block_size(self.draft.config, block_size or self.block_size),
+                generation_config=generation_config,
+                statistics=statistics,
+                streamer=self.streamer,
+            )
+            check_pairing(self.draft, call.target)
+            with statistics.whole(), _evaluating(self.draft), RoundTrace(trace) as rounds:
+                rows = [
+                    call.decode_row(row, input_ids, logits_processor, stopping_criteria, model_kwargs, rounds)
+                    for row in range(input_ids.shape[0])
+                ]
+        finally:
+            if self.streamer is not None:
+                self.streamer.end()
+        if stats is not None:
+            stats(statistics)
+        return call.join(rows)
+
+
+@contextmanager
+def _evaluating(draft: DFlashDraftModel) -> Iterator[None]:
+    """Run a draft that is being trained without its dropout, and hand it back in the mode it was in."""
+    if not draft.training:
+        yield
+        return
+    draft.eval()
+    try:
+        yield
+    finally:
+        draft.train()
+
+
+@dataclass
+class _Row:
+    """One finished row: its text and the transformers cache that read it."""
+
+    text: Continuation
+    cache: Any
+
+
+@dataclass
+class _Call:
+    """What the rows of one `generate` call share."""
+
+    draft: DFlashDraftModel
+    target: Target
+    block_size: int
+    generation_config: GenerationConfig
+    statistics: DFlashStatistics
+    streamer: BaseStreamer | None
+
+    def decode_row(
+        self,
+        row: int,
+        input_ids: torch.LongTensor,
+        logits_processor: LogitsProcessorList,
+        stopping_criteria: StoppingCriteriaList,
+        model_kwargs: dict[str, Any],
+        trace: RoundTrace,
+    ) -> _Row:
+        """Decode one row of the batch on its own, with the padding it has there."""
+        num_rows = input_ids.shape[0]
+        model_kwargs = row_kwargs(model_kwargs, row, num_rows)
+        cache = model_kwargs[CACHE_KEYWORD]
+        text = Continuation(
+            input_ids[row : row + 1],
+            row_processors(logits_processor, row, num_rows),
+            stopping_criteria,
+            self.generation_config,
+            self.streamer,
+        )
+        read = tokens_in(cache)
+        reach = (read or 0) + prompt_length(input_ids, model_kwargs) + text.room
+        padding = padding_before(model_kwargs.get("attention_mask"), read or 0)
+        context = draft_context(self.draft, cache, None if read is None else read - padding, reach)
+        generator = DFlashCandidateGenerator(self.draft, self.target, context)
+        with (
+            TargetCache(cache, self.target.model, max_length=reach, block_size=self.block_size) as target_cache,
+            self.target.taps(self.draft.config.target_layer_ids) as taps,
+        ):
+            decode(
+                self.target,
+                generator,
+                text,
+                target_cache,
+                taps,
+                block_size=self.block_size,
+                generation_config=self.generation_config,
+                model_kwargs=model_kwargs,
+                statistics=self.statistics,
+                trace=trace,
+                row=row,
+            )
+        return _Row(text, cache)
+
+    def join(self, rows: list[_Row]) -> DFlashOutput | torch.LongTensor:
+        """The rows as plain generate returns them: padded to the longest behind their stops."""
+        length = max(row.text.ids.shape[1] for row in rows)
+        ids = [row.text.ids for row in rows]
+        if any(row_ids.shape[1] < length for row_ids in ids):
+            pad = int(self.generation_config._pad_token_tensor)
+            ids = [torch.nn.functional.pad(row_ids, (0, length - row_ids.shape[1]), value=pad) for row_ids in ids]
+        sequences = torch.cat(ids, dim=0)
+        if not self.generation_config.return_dict_in_generate:
+            return sequences
+        records = rows[0].text.records
+        return DFlashOutput(
+            sequences=sequences,
+            scores=records.scores,
+            logits=records.logits,
+            hidden_states=records.hidden_states,
+            attentions=records.attentions,
+            dflash_stats=self.statistics,
+            **({CACHE_KEYWORD: rows[0].cache} if len(rows) == 1 else {}),
+        )

@@ -1,0 +1,143 @@
+"""What the options of `generate` mean together with a DFlash draft.
+
+Owns: the refusal, by name, of every option that cannot be honoured; the block size of a call.
+
+Does not know: how any option is carried out.
+"""
+
+from typing import Any
+
+from transformers import GenerationConfig
+from transformers.generation.streamers import BaseStreamer
+
+from .cache import CACHE_KEYWORD
+from .configuration_dflash import DFlashConfig
+from .errors import UnsupportedOptionError
+
+#: Options of other kinds of assisted decoding, as they stand in a call or in a generation config.
+OTHER_ASSISTANCE = (
+    "assistant_tokenizer",
+    "assistant_early_exit",
+    "assistant_confidence_threshold",
+    "assistant_ensemble_weight",
+    "assistant_lookbehind",
+    "target_lookbehind",
+    "num_assistant_tokens_schedule",
+    "prompt_lookup_num_tokens",
+    "max_matching_ngram_size",
+    "use_mtp",
+)
+
+
+def refuse_other_assistance(*sources: dict[str, Any]) -> None:
+    """Reject options of other assisted decoding methods, before core fills them with defaults.
+
+    Args:
+        sources: the call's keyword arguments and the generation configs' fields, None meaning not set.
+
+    Raises:
+        UnsupportedOptionError: naming the first such option that is set.
+    """
+    for source in sources:
+        for name in OTHER_ASSISTANCE:
+            if source.get(name) not in (None, False):
+                raise UnsupportedOptionError(
+                    f"`{name}={source[name]!r}` belongs to another kind of assisted decoding and means nothing to a "
+                    "DFlash draft, which shares the target's tokenizer and proposes whole blocks. Leave it out."
+                )
+
+
+def refuse_options(
+    config: GenerationConfig, model_kwargs: dict[str, Any], num_rows: int, streamer: BaseStreamer | None
+) -> None:
+    """Reject what the decoding loop cannot honour, before the first forward.
+
+    Raises:
+        UnsupportedOptionError: naming the option, what was found and what to do.
+    """
+    for option, found, advice in _refusals(config, model_kwargs, num_rows, streamer):
+        raise UnsupportedOptionError(f"A DFlash draft cannot be used with `{option}` (found {found}). {advice}")
+
+
+def _refusals(config: GenerationConfig, model_kwargs: dict[str, Any], num_rows: int, streamer: BaseStreamer | None):
+    """Yield (option, what was found, what to do) for everything that cannot be honoured."""
+    drop_draft = "Drop the option, or decode without the draft."
+    if (config.num_beams or 1) > 1:
+        yield "num_beams", config.num_beams, "Beam search is not block decoding; use num_beams=1 or drop the draft."
+    if config.penalty_alpha:
+        yield (
+            "penalty_alpha",
+            config.penalty_alpha,
+            f"Contrastive search looks at every token's hidden state. {drop_draft}",
+        )
+    if config.dola_layers is not None:
+        yield "dola_layers", config.dola_layers, drop_draft
+    for name in ("constraints", "force_words_ids"):
+        if getattr(config, name, None) is not None:
+            yield name, "a value", f"It needs constrained beam search. {drop_draft}"
+    if not config.use_cache or model_kwargs.get(CACHE_KEYWORD) is None:
+        yield "use_cache", config.use_cache, "Verifying a block needs the target's cache: set use_cache=True."
+    if num_rows > 1:
+        asked = (config.output_scores, config.output_logits, config.output_hidden_states, config.output_attentions)
+        if config.return_dict_in_generate and any(asked):
+            yield (
+                "output_scores / output_logits / output_hidden_states / output_attentions",
+                f"a batch of {num_rows} rows",
+                "Rows are decoded one after the other, and plain generate also reports what it computes for rows "
+                "that have ended. Ask row by row.",
+            )
+        if streamer is not None:
+            yield "streamer", f"a batch of {num_rows} rows", "Stream one row at a time."
+        if config.max_time is not None:
+            yield (
+                "max_time",
+                f"a batch of {num_rows} rows",
+                "Rows are decoded one after the other; call generate row by row.",
+            )
+
+
+def refuse_encoder_decoder(config: Any) -> None:
+    """Reject encoder-decoder targets, before their encoder runs."""
+    if config.is_encoder_decoder:
+        raise UnsupportedOptionError(
+            f"A DFlash draft cannot serve an encoder-decoder target (found {config.model_type}, "
+            "is_encoder_decoder=True): it was expected to be a decoder-only causal language model. Drop "
+            "`assistant_model`."
+        )
+
+
+def resolve_block_size(config: DFlashConfig, block_size: Any = None, num_assistant_tokens: Any = None) -> int:
+    """The block length of a call, anchor included.
+
+    Args:
+        config: the draft's configuration, whose `block_size` is the default and the most.
+        block_size: as asked for by `block_size=`.
+        num_assistant_tokens: as asked for by `num_assistant_tokens=`; one less than the block, since the anchor is no
+            candidate.
+
+    Raises:
+        UnsupportedOptionError: not an integer from 2 to the checkpoint's block size, or the two options disagree.
+    """
+    asked = {}
+    if block_size is not None:
+        asked["block_size"] = block_size
+    if num_assistant_tokens is not None:
+        asked["num_assistant_tokens"] = num_assistant_tokens
+    sizes = set()
+    for name, value in asked.items():
+        size = value + 1 if name == "num_assistant_tokens" and isinstance(value, int) else value
+        if isinstance(value, bool) or not isinstance(size, int) or not 2 <= size <= config.block_size:
+            least = 1 if name == "num_assistant_tokens" else 2
+            raise UnsupportedOptionError(
+                f"`{name}={value!r}` was asked for, but this draft takes an integer from {least} to "
+                f"{config.block_size - 2 + least}: its checkpoint was trained with block_size {config.block_size} "
+                "(`block_size`, or `dflash_config.block_size`, in its config.json), anchor included. Ask for a "
+                "value in that range or leave it out."
+            )
+        sizes.add(size)
+    if len(sizes) > 1:
+        raise UnsupportedOptionError(
+            f"`block_size={block_size}` and `num_assistant_tokens={num_assistant_tokens}` were both given and "
+            "disagree; a block of n tokens has n - 1 candidates. Give one of them."
+        )
+    return sizes.pop() if sizes else config.block_size

@@ -1,0 +1,232 @@
+"""The target model, as decoding sees it.
+
+Owns: everything that depends on which model the target is: where its decoder layers are, how a block is embedded, how
+hidden states become logits, how a prompt is read, how a block is verified, and the taps (outputs of chosen decoder
+layers). It is the only module that knows target families.
+
+Does not know: drafts, acceptance, caches' insides, the order of a round.
+"""
+
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import GenerationConfig, PreTrainedModel
+from transformers.utils import ModelOutput
+
+from .errors import UnsupportedTargetError
+
+
+class Taps:
+    """Outputs of chosen decoder layers, kept while the owning thread records.
+
+    A tap is what the decoder layer itself returns: the residual stream before the model's final norm, also for the last
+    layer (`hidden_states[-1]` of transformers is *after* that norm and is not what drafts are trained on).
+
+    The hooks belong to one generation. They ignore forwards of other threads, and forwards outside `recording()`, such
+    as those that a classifier-free-guidance processor makes on the same model.
+
+    Args:
+        layers: the target's decoder layers.
+        layer_ids: which of them to tap; 0-based, so id i is what transformers calls `hidden_states[i + 1]`.
+    """
+
+    def __init__(self, layers: nn.ModuleList, layer_ids: Sequence[int]):
+        self._layers = [layers[i] for i in layer_ids]
+        self._layer_ids = list(layer_ids)
+        self._outputs: list[list[torch.Tensor]] = [[] for _ in layer_ids]
+        self._handles: list[Any] = []
+        self._recording_thread: int | None = None
+
+    def __enter__(self) -> "Taps":
+        for slot, layer in enumerate(self._layers):
+            self._handles.append(layer.register_forward_hook(self._hook_for(slot)))
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        self._outputs = [[] for _ in self._layers]
+
+    def _hook_for(self, slot: int):
+        def keep(_module: nn.Module, _inputs: tuple, output: torch.Tensor | tuple) -> None:
+            if self._recording_thread == threading.get_ident():
+                self._outputs[slot].append(output if isinstance(output, torch.Tensor) else output[0])
+
+        return keep
+
+    @contextmanager
+    def recording(self) -> Iterator[None]:
+        """Keep the tapped outputs of the forwards that this thread makes inside the `with` block."""
+        self._recording_thread = threading.get_ident()
+        try:
+            yield
+        finally:
+            self._recording_thread = None
+
+    def take(self, device: torch.device) -> torch.Tensor:
+        """Hand over what was recorded and forget it.
+
+        Returns:
+            `(batch, tokens, taps * hidden)` in the target's dtype on `device`, layers side by side in the order of
+            `layer_ids`; the chunks of a chunked prefill follow each other along `tokens`.
+        """
+        outputs, self._outputs = self._outputs, [[] for _ in self._layers]
+        for layer_id, chunks in zip(self._layer_ids, outputs, strict=True):
+            if not chunks:
+                raise UnsupportedTargetError(
+                    f"Decoder layer {layer_id} of the target ran without its output being seen, so the draft has no "
+                    "context. Forward hooks were expected to fire on every tapped layer; a target whose layers are "
+                    "compiled as one graph (`target.forward = torch.compile(...)` before the first call) skips "
+                    "them. Use the uncompiled target."
+                )
+            if chunks[0].dim() != 3:
+                raise UnsupportedTargetError(
+                    f"Decoder layer {layer_id} of the target returns a tensor of shape {tuple(chunks[0].shape)}; a "
+                    "tap is expected to be (batch, tokens, hidden). This target keeps several residual streams and "
+                    "cannot be tapped."
+                )
+        return torch.cat([torch.cat([chunk.to(device) for chunk in chunks], dim=1) for chunks in outputs], dim=-1)
+
+
+class Target:
+    """A target model and what decoding asks of it.
+
+    Args:
+        model: a causal language model, alone or as the text tower of a multimodal model.
+
+    Raises:
+        UnsupportedTargetError: the decoder layers, the input embedding or the output head cannot be found.
+    """
+
+    def __init__(self, model: PreTrainedModel):
+        self.model = model
+        self.text_config = model.config.get_text_config(decoder=True)
+        self.layers = _find_decoder_layers(model, self.text_config.num_hidden_layers)
+        self._embedding = model.get_input_embeddings()
+        self._output_head = model.get_output_embeddings()
+        if self._output_head is None:
+            raise UnsupportedTargetError(
+                f"{self.name} has no output embeddings (`get_output_embeddings()` is None), which a DFlash draft "
+                "borrows as its head. Pass a model with a language-modelling head, such as one loaded by "
+                "AutoModelForCausalLM."
+            )
+
+    @property
+    def name(self) -> str:
+        """The target's name for messages: its path or Hub id, else its class."""
+        return getattr(self.model.config, "name_or_path", "") or type(self.model).__name__
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The floating dtype of the target's hidden states, also when its weights are quantised."""
+        return self.model.dtype
+
+    @property
+    def num_embeddings(self) -> int:
+        """Rows of the input embedding: every id below it can be embedded."""
+        return getattr(self._embedding, "num_embeddings", self.text_config.vocab_size)
+
+    def embed(self, ids: torch.LongTensor) -> torch.Tensor:
+        """Embed a block as the draft was trained on it.
+
+        The embedding module is called, so scaled embeddings (Gemma multiplies by sqrt(hidden)) and quantised ones do
+        what they do in the target. A norm that the embedding module applies on top (Muse) is bypassed: the draft was
+        trained on the rows below it.
+
+        Args:
+            ids: `(batch, n)`.
+
+        Returns:
+            `(batch, n, hidden)` in the target's dtype.
+        """
+        if getattr(self._embedding, "embed_norm", None) is not None:
+            return nn.Embedding.forward(self._embedding, ids)
+        return self._embedding(ids)
+
+    def head(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Call the target's head on the draft's output: `(batch, n, hidden)` to `(batch, n, vocabulary)`.
+
+        The head is called, never read, so a quantised one works; its input is cast to the target's dtype and moved to
+        its device.
+        """
+        return self._output_head(
+            hidden.to(device=_execution_device(self._output_head, hidden.device), dtype=self.dtype)
+        )
+
+    def taps(self, layer_ids: Sequence[int]) -> Taps:
+        """Taps on these decoder layers; see `Taps`."""
+        return Taps(self.layers, layer_ids)
+
+    def prefill(
+        self, input_ids: torch.LongTensor, generation_config: GenerationConfig, model_kwargs: dict[str, Any]
+    ) -> ModelOutput:
+        """Read the prompt as plain generate reads it, in chunks if `generation_config.prefill_chunk_size` says so.
+
+        Returns:
+            the model's output; the last row of its logits is the distribution of the first new token.
+        """
+        return self.model._prefill(input_ids, generation_config, model_kwargs)
+
+    def verify(self, ids: torch.LongTensor, block_length: int, model_kwargs: dict[str, Any]) -> ModelOutput:
+        """Read a block of anchor and candidates in one forward.
+
+        Args:
+            ids: `(batch, length + block_length - 1)`, the committed ids followed by the candidates. The last committed
+                id is the anchor, the first input of the block. Example: committed [5, 6, 7], candidates [8, 9]: ids [5,
+                6, 7, 8, 9], block_length 3, and the model reads [7, 8, 9].
+            block_length: inputs to read, anchor included.
+            model_kwargs: as plain generate holds them when the anchor is the next input.
+
+        Returns:
+            the model's output with logits `(batch, block_length, vocabulary)`.
+        """
+        inputs = self.model.prepare_inputs_for_generation(ids, next_sequence_length=block_length, **model_kwargs)
+        if "logits_to_keep" in inputs:
+            inputs["logits_to_keep"] = block_length
+        outputs = self.model(**inputs, return_dict=True)
+        outputs.logits = outputs.logits[:, -block_length:]
+        return outputs
+
+    def advance(self, outputs: ModelOutput, model_kwargs: dict[str, Any], num_tokens: int) -> dict[str, Any]:
+        """What plain generate would hold as `model_kwargs` after `num_tokens` more tokens; the argument is left as it
+        is.
+
+        Token types repeat the last entry, so they are carried token by token: asking for several at once would repeat
+        as many entries of the prompt, image positions among them.
+        """
+        step = 1 if model_kwargs.get("token_type_ids") is not None else num_tokens
+        advanced = dict(model_kwargs)
+        for _ in range(num_tokens // step if step else 0):
+            advanced = self.model._update_model_kwargs_for_generation(outputs, advanced, num_new_tokens=step)
+        return advanced
+
+
+def _find_decoder_layers(model: PreTrainedModel, num_layers: int) -> nn.ModuleList:
+    """The text tower's list of decoder layers, by its length: the one `nn.ModuleList` with as many entries as the
+    config has layers.
+    """
+    decoder = model.get_decoder() if hasattr(model, "get_decoder") else model
+    for module in (decoder, model):
+        lists = [m for m in module.modules() if isinstance(m, nn.ModuleList) and len(m) == num_layers]
+        if lists:
+            # `modules()` goes from the outside in, so the first list is the stack itself and not one inside a layer.
+            return lists[0]
+    raise UnsupportedTargetError(
+        f"No list of {num_layers} decoder layers (`num_hidden_layers` of the text config) was found in "
+        f"{type(model).__name__}, so the layers that the draft taps cannot be told. Pass a decoder-only causal "
+        "language model."
+    )
+
+
+def _execution_device(module: nn.Module, default: torch.device) -> torch.device:
+    """Where a module computes: its accelerate hook's device if it is offloaded, else that of its first tensor."""
+    hook_device = getattr(getattr(module, "_hf_hook", None), "execution_device", None)
+    if hook_device is not None:
+        return torch.device(hook_device)
+    tensor = next(module.parameters(), None)
+    return default if tensor is None else tensor.device

@@ -1,0 +1,108 @@
+"""A draft that knows the answer, for reaching every acceptance length on purpose.
+
+Owns: `oracle_draft`, a real tiny draft (its network runs, its context grows) whose proposals are replaced by the
+target's own continuation, spoiled at a chosen candidate of each round; and the patterns that choose.
+
+Does not know: how rounds are run.
+"""
+
+import random
+from collections.abc import Callable, Sequence
+
+import torch
+from tiny_drafts import tiny_config
+
+from hf_dflash.modeling_dflash import DFlashDraftModel
+
+#: A pattern says, for round 0, 1, 2, ..., how many leading candidates are right.
+Pattern = Callable[[int], int]
+
+
+def fixed(accepted: int) -> Pattern:
+    """The same number of right candidates in every round."""
+    return lambda _round: accepted
+
+
+def none_right(_round: int) -> int:
+    """No candidate is right: every round yields the bonus token alone."""
+    return 0
+
+
+def all_right(_round: int) -> int:
+    """Every candidate is right."""
+    return 10**6
+
+
+def randomly(seed: int, most: int) -> Pattern:
+    """A random number of right candidates, 0 to `most`, repeatable."""
+
+    def pattern(round_index: int) -> int:
+        return random.Random(f"{seed}:{round_index}").randint(0, most)
+
+    return pattern
+
+
+class OracleDraft(DFlashDraftModel):
+    """See `oracle_draft`."""
+
+    references: list[list[int]]
+    pattern: Pattern
+
+    def __new__(cls, config, *args, **kwargs):
+        return object.__new__(cls)
+
+    def forward(self, noise_embeds, context_hidden_states=None, position_ids=None, **kwargs):
+        # The block's first position is the anchor's linear index; index 0 among the context means that a new row
+        # begins.
+        self._anchor = int(position_ids[0, -noise_embeds.shape[1]])
+        if int(position_ids[0, 0]) == 0:
+            self._row += 1
+        return super().forward(noise_embeds, context_hidden_states, position_ids=position_ids, **kwargs)
+
+    def propose(self, hidden, anchor_ids, head):
+        proposed = super().propose(hidden, anchor_ids, head)
+        reference = self.references[self._row % len(self.references)]
+        assert reference[self._anchor] == int(anchor_ids[0]), "the text left the reference before this anchor"
+        right = self.pattern(self.rounds)
+        self.rounds += 1
+        for column in range(proposed.shape[1]):
+            index = self._anchor + 1 + column
+            token = reference[index] if index < len(reference) else 1
+            # A wrong candidate is wrong on purpose; the right ones behind it must not count.
+            proposed[0, column] = (token + 1) % self.config.vocab_size if column == right else token
+        return proposed
+
+
+def oracle_draft(
+    target,
+    references: Sequence[Sequence[int]] | torch.Tensor,
+    pattern: Pattern,
+    block_size: int = 8,
+    taps: Sequence[int] = (0, 2),
+    **overrides,
+) -> OracleDraft:
+    """An oracle for `target`.
+
+    Args:
+        target: the model it will draft for.
+        references: per row the unpadded ids of prompt and continuation, in the order in which rows are decoded.
+        pattern: how many candidates of each round are right.
+        block_size, taps: of the checkpoint that it plays.
+    """
+    config = target.config.get_text_config(decoder=True)
+    draft_config = tiny_config(
+        hidden_size=config.hidden_size,
+        vocab_size=config.vocab_size,
+        block_size=block_size,
+        taps=tuple(taps),
+        mask_token_id=3,
+        **overrides,
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        draft = OracleDraft(draft_config).float().eval()
+    draft.references = [list(map(int, reference)) for reference in references]
+    draft.pattern = pattern
+    draft.rounds = 0
+    draft._row = -1
+    return draft
