@@ -15,7 +15,7 @@ from transformers.activations import ACT2FN
 from transformers.configuration_utils import PreTrainedConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from .errors import CheckpointError
+from .errors import CheckpointError, UnsupportedOptionError
 
 LAYER_TYPES = ("full_attention", "sliding_attention")
 
@@ -139,6 +139,22 @@ class DFlashConfig(PreTrainedConfig):
     def context_size(self) -> int:
         """Width of the concatenated taps: `fc.in_features`."""
         return len(self.target_layer_ids) * (self.target_hidden_size or self.hidden_size)
+
+    def checked_block_size(self, wanted: int | None) -> int:
+        """The block size of a call: the one wanted, or the checkpoint's where none is.
+
+        Raises:
+            UnsupportedOptionError: it is no integer from 2 to the checkpoint's block size.
+        """
+        if wanted is None:
+            return self.block_size
+        if not is_integer(wanted) or not 2 <= wanted <= self.block_size:
+            raise UnsupportedOptionError(
+                f"block_size must be an integer from 2 to {self.block_size}, found {wanted!r}. The draft was trained "
+                f"on blocks of {self.block_size} and cannot fill longer ones; its config.json says so in `block_size` "
+                "(top level) or `dflash_config.block_size`."
+            )
+        return wanted
 
 
 def join_problems(headline: str, problems: list[str]) -> str:

@@ -85,7 +85,7 @@ def read_muse(raw: Mapping) -> Reading:
 
 
 def read_speculators(raw: Mapping) -> Reading:
-    """Layout G: the decoder in `transformer_layer_config`, tap ids counted from 1, perhaps a small own vocabulary."""
+    """Layout G: the decoder in `transformer_layer_config`, tap ids counted from 1, perhaps a smaller vocabulary."""
     reading = Reading()
     inner = submapping(raw, "transformer_layer_config")
     scopes = [("transformer_layer_config.", inner), ("", raw)]
@@ -181,6 +181,6 @@ def mask_warnings(mask_token_id: Any, key: str, special: Any) -> list[str]:
     if not is_integer(mask_token_id) or mask_token_id not in ids:
         return []
     return [
-        f"`mask_token_id` ({mask_token_id}) is also `{key}`. A draft is trained with a token of its own as the mask: if "
+        f"`mask_token_id` ({mask_token_id}) is also `{key}`. A draft is trained with a token of its own as mask: if "
         "this id is a mistake, hardly any candidate will be accepted. Compare it with what the draft's author says."
     ]

@@ -1,0 +1,135 @@
+"""Loading a draft, whatever layout it was published in.
+
+Owns: `load_draft`, the dtype a draft runs in, and `DFlashDraftModel.from_pretrained` for published layouts.
+`checkpoint` finds and checks the files, `adopting` takes drafts that other code has loaded, `pairing` holds a draft
+against a target.
+
+Does not know: target models, decoding.
+"""
+
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from hf_dflash.errors import CheckpointError, DraftDtypeError
+from hf_dflash.loading.adopting import adopt_draft, is_draft
+from hf_dflash.loading.checkpoint import HUB_OPTIONS, Checkpoint, has_full_head, read_checkpoint
+from hf_dflash.loading.pairing import check_pairing, pairing_problems
+from hf_dflash.modeling_dflash import FP16_REASON, DFlashDraftModel, DFlashPreTrainedModel
+
+# What safetensors calls the dtypes that a draft may be stored in.
+_STORED_DTYPES = {"BF16": torch.bfloat16, "F32": torch.float32, "F16": torch.float16, "F64": torch.float64}
+
+
+def load_draft(
+    name_or_path: str | Path,
+    *,
+    device_map: Any = None,
+    dtype: torch.dtype | str | None = None,
+    revision: str | None = None,
+    token: str | bool | None = None,
+    attn_implementation: str | None = None,
+    block_size: int | None = None,
+    **options: Any,
+) -> DFlashDraftModel:
+    """Loads a DFlash draft from a folder or the Hub, in any published layout.
+
+    Weights stay in their files until they are read, or go to their device one by one: memory never holds them twice.
+
+    Args:
+        name_or_path: a folder, or the id of a repository on the Hub.
+        device_map: as for any transformers model. Default: the CPU.
+        dtype: bfloat16 or float32. Default: the checkpoint's, or bfloat16 where it does not say.
+        revision, token: for the Hub.
+        attn_implementation: "sdpa", "eager", "flash_attention_2", ...; default: transformers' choice.
+        block_size: a smaller block than the checkpoint's, at least 2.
+        options: further options for the Hub (`cache_dir`, `local_files_only`, `force_download`, `subfolder`) and for
+            `PreTrainedModel.from_pretrained` (`max_memory`, `offload_folder`, ...).
+
+    Returns:
+        The draft in evaluation mode; a `DFlash2DraftModel` where the checkpoint is of DFlash 2.
+
+    Raises:
+        CheckpointError: the checkpoint is incomplete, inconsistent or not supported; all problems are listed.
+        DraftDtypeError: float16 was asked for, or is what the checkpoint is stored in.
+    """
+    options |= {"revision": revision, "token": token}
+    hub_options = {key: options.pop(key) for key in HUB_OPTIONS if key in options}
+    checkpoint = read_checkpoint(name_or_path, **hub_options)
+    if not checkpoint.tensors and not checkpoint.problems:
+        checkpoint.problems.append("There are no weights beside its config.json: model.safetensors is missing.")
+    config = checkpoint.config()
+    if block_size is not None:
+        config.block_size = config.checked_block_size(block_size)
+    for text in checkpoint.reading.warnings:
+        warnings.warn(f"{checkpoint.name}: {text}", stacklevel=2)
+
+    dtype = resolve_dtype(checkpoint, dtype)
+    state = checkpoint.state_dict()
+    if has_full_head(config):
+        state.setdefault("d2t", torch.zeros(config.draft_vocab_size, dtype=torch.long))
+    if "d2t" in state:
+        _check_mapping(state["d2t"], config.vocab_size)
+    # An option that is None is one that was not given.
+    options |= {"device_map": device_map, "attn_implementation": attn_implementation}
+    given = {key: value for key, value in options.items() if value is not None}
+    draft = DFlashDraftModel.from_pretrained(None, config=config, state_dict=state, dtype=dtype, **given)
+    draft.name_or_path = draft.config.name_or_path = checkpoint.name
+    return draft
+
+
+def resolve_dtype(checkpoint: Checkpoint, asked: torch.dtype | str | None = None) -> torch.dtype:
+    """The dtype to run in: the one asked for, else the configuration's, else that of the stored weights, else bfloat16.
+
+    Raises:
+        DraftDtypeError: it comes out as float16, or as none that a draft can run in.
+    """
+    if asked not in (None, "auto"):
+        wanted, source = asked, "was asked for"
+    else:
+        said = checkpoint.raw.get("dtype") or checkpoint.raw.get("torch_dtype")
+        stored = {_STORED_DTYPES.get(info.dtype) for info in checkpoint.tensors.values()} - {None}
+        wanted = said or (stored.pop() if len(stored) == 1 else torch.bfloat16)
+        source = "is what the checkpoint is in"
+    if isinstance(wanted, str):
+        wanted = getattr(torch, wanted.removeprefix("torch."), wanted)
+    if wanted == torch.float16:
+        raise DraftDtypeError(f"float16 {source}. {FP16_REASON}")
+    if wanted not in (torch.bfloat16, torch.float32, torch.float64):
+        raise DraftDtypeError(f"{wanted} {source}, but a draft runs in bfloat16 or float32. Pass dtype=torch.bfloat16.")
+    return wanted
+
+
+def _check_mapping(d2t: torch.Tensor, vocab_size: int | None) -> None:
+    """Holds the offsets of `d2t` against the target's vocabulary: draft id i stands for target id i + d2t[i]."""
+    ids = torch.arange(len(d2t)) + d2t
+    outside = int((ids < 0).sum() + (ids >= (vocab_size or torch.iinfo(torch.long).max)).sum())
+    repeated = len(ids) - len(ids.unique())
+    if outside or repeated:
+        raise CheckpointError(
+            f"`d2t` maps {outside} draft tokens outside the target's vocabulary of {vocab_size} and {repeated} onto "
+            "ids that others have. It must hold offsets: draft id i stands for target id i + d2t[i]."
+        )
+
+
+def _load_published(name_or_path: str | Path, *args: Any, **options: Any) -> DFlashDraftModel:
+    """`DFlashDraftModel.from_pretrained(name)` within this package: the same as `load_draft`."""
+    legacy = options.pop("torch_dtype", None)
+    if options.get("dtype") is None:
+        options["dtype"] = legacy
+    return load_draft(name_or_path, *args, **options)
+
+
+DFlashPreTrainedModel.load_published = staticmethod(_load_published)
+
+__all__ = [
+    "adopt_draft",
+    "check_pairing",
+    "is_draft",
+    "load_draft",
+    "pairing_problems",
+    "read_checkpoint",
+    "resolve_dtype",
+]

@@ -1,0 +1,90 @@
+"""Drafts that other code has loaded: z-lab's own classes, transformers' Muse assistant, a Hub copy of our network.
+
+Owns: telling a draft from any other object, and building our network around the very parameters of a foreign one.
+
+Does not know: files; target models. What an object is, its configuration and its tensors say, not the name of its
+class.
+"""
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from hf_dflash.configuration_dflash import DFlashConfig, join_problems
+from hf_dflash.errors import CheckpointError, DraftDtypeError
+from hf_dflash.layouts import read, recognise, unsupported_family
+from hf_dflash.loading.checkpoint import has_full_head, shape_problems
+from hf_dflash.modeling_dflash import FP16_REASON, DFlashDraftModel
+
+
+def is_draft(candidate: Any) -> bool:
+    """Whether an object is a draft model: ours, or a foreign one that `adopt_draft` takes or refuses by name."""
+    if isinstance(candidate, DFlashDraftModel):
+        return True
+    raw = _raw_config(candidate)
+    return raw is not None and (recognise(raw) is not None or unsupported_family(raw) is not None)
+
+
+def adopt_draft(model: nn.Module) -> DFlashDraftModel:
+    """Our network around the parameters of a foreign draft object; the two share their memory.
+
+    Args:
+        model: a draft that other code has loaded, say `AutoModel.from_pretrained(..., trust_remote_code=True)`. One of
+            our own is returned as it is.
+
+    Raises:
+        CheckpointError: it is no DFlash draft, or its configuration and tensors do not agree.
+        DraftDtypeError: it is in float16.
+    """
+    if isinstance(model, DFlashDraftModel):
+        return model
+    raw = _raw_config(model)
+    if raw is None:
+        raise CheckpointError(f"A {type(model).__name__} is no DFlash draft: give a loaded draft model.")
+    published = model.state_dict(keep_vars=True)
+    layout, reading = read(raw, {name: tuple(tensor.shape) for name, tensor in published.items()})
+    state = {layout.rename(name): tensor for name, tensor in published.items()}
+    state.pop(None, None)
+    problems = reading.all_problems()
+    if not problems:
+        config = DFlashConfig(**reading.values)
+        problems = shape_problems(config, {name: tuple(tensor.shape) for name, tensor in state.items()})
+    if problems:
+        raise CheckpointError(join_problems(f"This loaded draft ({layout.description}) cannot be used", problems))
+
+    device = _only_device(state)
+    if any(tensor.dtype == torch.float16 for tensor in state.values()):
+        raise DraftDtypeError(FP16_REASON)
+    with torch.device("meta"):
+        draft = DFlashDraftModel(config)
+    if has_full_head(config):
+        state.setdefault("d2t", torch.zeros(config.draft_vocab_size, dtype=torch.long, device=device))
+    draft.load_state_dict(state, assign=True)
+    # Frequencies are no weights: nothing carries them over, they follow from the configuration.
+    draft.rotary_emb = type(draft.rotary_emb)(config).to(device)
+    draft.config.name_or_path = getattr(model, "name_or_path", None) or ""
+    return draft.train(model.training)
+
+
+def _raw_config(candidate: Any) -> dict[str, Any] | None:
+    """The configuration of a model as its `config.json` would have it; None for anything that has none."""
+    config = getattr(candidate, "config", None)
+    if not isinstance(candidate, nn.Module) or not hasattr(config, "to_dict"):
+        return None
+    raw = config.to_dict()
+    names = [name for name, _ in candidate.named_parameters()]
+    if raw.get("dflash_config") and any(name.startswith("candidate_selector.") for name in names):
+        # `architectures` is only filled in when a model is saved; the selector's tensors say the same.
+        raw["architectures"] = ["DFlash2DraftModel"]
+    return raw
+
+
+def _only_device(state: dict[str, torch.Tensor]) -> torch.device:
+    devices = {tensor.device for tensor in state.values()}
+    if len(devices) > 1 or torch.device("meta") in devices:
+        raise CheckpointError(
+            f"This loaded draft is spread over {', '.join(sorted(map(str, devices)))}, and its parameters alone do not "
+            "say how they move. Load it with hf_dflash.load_draft(..., device_map=...) instead."
+        )
+    return devices.pop()
