@@ -1,7 +1,7 @@
 """hf_dflash: DFlash speculative decoding for transformers.
 
 Owns: the public names, the registration with AutoConfig and AutoModel, and the one call that lets
-`target.generate(**inputs, assistant_model=draft)` reach the DFlash loop. Importing it needs torch and transformers only.
+`target.generate(**inputs, assistant_model=draft)` reach the DFlash loop. Importing it needs torch and transformers.
 
 Does not know: how any of it works.
 """

@@ -1,1 +1,4 @@
-"""Measuring. Owns: methods to compare, prompt sets, the interleaved run and its report. Does not know: the command line."""
+"""Measuring.
+
+Owns: the methods to compare, the prompt sets, the interleaved run and its report. Does not know: the command line.
+"""

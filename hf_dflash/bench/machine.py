@@ -1,0 +1,68 @@
+"""Under which conditions something was measured.
+
+Owns: naming the machine, the versions and the commit. Does not know: what was measured.
+"""
+
+import os
+import platform
+import subprocess
+import sys
+from datetime import datetime, timezone
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from hf_dflash.version import __version__
+
+PACKAGES = ("torch", "transformers", "accelerate", "dflash", "bitsandbytes", "gptqmodel")
+
+
+def conditions() -> dict[str, Any]:
+    """Versions, machine, commit, time and command line, in JSON's types."""
+    return {
+        "hf_dflash": __version__,
+        "commit": commit(),
+        "time": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "command": [Path(sys.argv[0]).name, *sys.argv[1:]],
+        "python": platform.python_version(),
+        "packages": {name: found for name in PACKAGES if (found := _version(name))},
+        "system": platform.platform(),
+        "processor": processor(),
+        "cores": os.cpu_count(),
+        "threads": torch.get_num_threads(),
+        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
+    }
+
+
+def _version(name: str) -> str | None:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return None
+
+
+def processor() -> str:
+    """The processor's name, as far as the system tells."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return platform.processor() or platform.machine()
+    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.machine()
+
+
+def commit() -> str | None:
+    """The checkout's commit, with `+` behind it when files differ from it; None outside of a checkout."""
+    folder = Path(__file__).parent
+
+    def git(*arguments: str) -> str | None:
+        try:
+            done = subprocess.run(["git", "-C", str(folder), *arguments], capture_output=True, text=True, timeout=30)
+        except (OSError, subprocess.TimeoutExpired):
+            return None
+        return done.stdout.strip() if done.returncode == 0 else None
+
+    head = git("rev-parse", "--short=12", "HEAD")
+    return head + ("+" if git("status", "--porcelain", "--untracked-files=no") else "") if head else None

@@ -1,0 +1,140 @@
+"""The ways of decoding that are compared.
+
+Owns: how each is called. Does not know: prompts, timing, reports.
+"""
+
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+from transformers import BatchEncoding, GenerationMixin
+
+from hf_dflash.bench.pair import Pair
+from hf_dflash.errors import UnsupportedOptionError
+from hf_dflash.outputs import DFlashStatistics
+
+Decoded = tuple[torch.LongTensor, DFlashStatistics | None]
+
+
+class NotHere(Exception):
+    """A method cannot run with this pair on this machine; the message says why."""
+
+
+@dataclass(frozen=True)
+class Method:
+    """One way of decoding with a pair.
+
+    Attributes:
+        name: as on the command line.
+        decode: `(inputs, arguments of generate) -> (ids (1, length), statistics or None)`.
+        same_seed: whether sampled text must equal plain generate's with the same seed.
+    """
+
+    name: str
+    decode: Callable[[BatchEncoding, dict[str, Any]], Decoded]
+    same_seed: bool = False
+
+
+def make_method(name: str, pair: Pair) -> Method:
+    """The method of a name of `METHODS`, or `dflash-bN` for blocks of N tokens.
+
+    Raises:
+        UnsupportedOptionError: no such name.
+        NotHere: it cannot run here.
+    """
+    if name.startswith("dflash-b") and name.removeprefix("dflash-b").isdigit():
+        return _dflash(pair, name, int(name.removeprefix("dflash-b")))
+    if name not in METHODS:
+        raise UnsupportedOptionError(f"There is no method '{name}'; choose from {', '.join(METHODS)}, dflash-bN.")
+    return METHODS[name](pair)
+
+
+def _plain(pair: Pair) -> Method:
+    return Method(
+        "plain", lambda inputs, arguments: (pair.target.generate(**inputs, **arguments), None), same_seed=True
+    )
+
+
+def _plain_compiled(pair: Pair) -> Method:
+    if pair.target.device.type != "cuda":
+        raise NotHere("generate compiles the static cache's forward on CUDA only")
+    return Method(
+        "plain-compiled",
+        lambda inputs, arguments: (pair.target.generate(**inputs, **arguments, cache_implementation="static"), None),
+    )
+
+
+def _prompt_lookup(pair: Pair) -> Method:
+    return Method(
+        "prompt-lookup",
+        lambda inputs, arguments: (pair.target.generate(**inputs, **arguments, prompt_lookup_num_tokens=10), None),
+    )
+
+
+def _native(pair: Pair) -> Method:
+    """transformers' own DFlash path, reached below our dispatch."""
+    if pair.draft.config.dflash_version != 1:
+        raise NotHere("transformers' own path knows DFlash 1 only")
+    plain_generate = inspect.unwrap(GenerationMixin.generate)
+
+    def decode(inputs: BatchEncoding, arguments: dict[str, Any]) -> Decoded:
+        ids = plain_generate(pair.target, **inputs, **arguments, assistant_model=pair.draft, speculation_type="dflash")
+        return ids, None
+
+    return Method("native", decode)
+
+
+def _authors(pair: Pair) -> Method:
+    """The loop of the authors' package `dflash`, on the same checkpoint."""
+    if find_spec("dflash") is None:
+        raise NotHere("the package dflash is not installed")
+    from dflash.model import DFlash2DraftModel, DFlashDraftModel
+
+    network = DFlash2DraftModel if pair.draft.config.dflash_version == 2 else DFlashDraftModel
+    try:
+        draft = network.from_pretrained(pair.draft_name, dtype=pair.draft.dtype).to(pair.target.device).eval()
+    except (KeyError, ValueError, TypeError, AttributeError, OSError) as error:
+        raise NotHere(f"the package dflash does not load {pair.draft_name}: {error}") from error
+
+    def decode(inputs: BatchEncoding, arguments: dict[str, Any]) -> Decoded:
+        stops = pair.target.generation_config.eos_token_id
+        with torch.inference_mode():
+            ids = draft.spec_generate(
+                pair.target,
+                inputs["input_ids"],
+                max_new_tokens=arguments["max_new_tokens"],
+                stop_token_ids=[stops] if isinstance(stops, int) else stops,
+                temperature=arguments.get("temperature", 0.0),
+                top_p=arguments.get("top_p", 1.0),
+                top_k=arguments.get("top_k", 0),
+            )
+        return ids, None
+
+    return Method("authors", decode)
+
+
+def _dflash(pair: Pair, name: str = "dflash", block_size: int | None = None) -> Method:
+    largest = pair.draft.config.block_size
+    if block_size is not None and not 2 <= block_size <= largest:
+        raise NotHere(f"a block of this draft has 2 to {largest} tokens")
+    chosen = {"block_size": block_size} if block_size else {}
+
+    def decode(inputs: BatchEncoding, arguments: dict[str, Any]) -> Decoded:
+        kept: list[DFlashStatistics] = []
+        ids = pair.target.generate(**inputs, **arguments, assistant_model=pair.draft, stats=kept.append, **chosen)
+        return ids, kept[0]
+
+    return Method(name, decode, same_seed=True)
+
+
+METHODS: dict[str, Callable[[Pair], Method]] = {
+    "plain": _plain,
+    "plain-compiled": _plain_compiled,
+    "prompt-lookup": _prompt_lookup,
+    "native": _native,
+    "authors": _authors,
+    "dflash": _dflash,
+}

@@ -1,0 +1,143 @@
+"""What is decoded with: a target, its tokenizer and a draft.
+
+Owns: loading them from names and a few words (dtype, quantisation, device), and turning prompts and sampling choices
+into arguments of `generate`. Does not know: decoding, the command line.
+"""
+
+from dataclasses import dataclass
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    BatchEncoding,
+    BitsAndBytesConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    QuantoConfig,
+    TorchAoConfig,
+)
+from transformers.utils import logging
+
+from hf_dflash.errors import MissingPackageError, UnsupportedOptionError
+from hf_dflash.loading import load_draft
+from hf_dflash.modeling_dflash import DFlashDraftModel
+
+DTYPES = ("auto", "bfloat16", "float16", "float32")
+
+
+@dataclass(frozen=True)
+class Pair:
+    """A target with its tokenizer, the draft that belongs to it, and the names they were loaded by."""
+
+    target: PreTrainedModel
+    tokenizer: PreTrainedTokenizerBase
+    draft: DFlashDraftModel
+    target_name: str
+    draft_name: str
+
+
+def load_pair(target: str, draft: str, **options: Any) -> Pair:
+    """Load both; options are those of `load_target`. The draft goes to the device of the target's first layers."""
+    model, tokenizer = load_target(target, **options)
+    return Pair(model, tokenizer, load_draft(draft, device_map=str(model.device)), target, draft)
+
+
+def load_target(
+    name: str,
+    *,
+    dtype: str = "auto",
+    device_map: str | None = None,
+    quantization: str | None = None,
+    trust_remote_code: bool = False,
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """Load a target and its tokenizer, quietly.
+
+    Raises:
+        UnsupportedOptionError: unknown dtype or quantisation.
+        MissingPackageError: the quantisation's package is not installed.
+    """
+    if dtype not in DTYPES:
+        raise UnsupportedOptionError(f"The dtype '{dtype}' is unknown; choose one of {', '.join(DTYPES)}.")
+    be_quiet()
+    model = AutoModelForCausalLM.from_pretrained(
+        name,
+        dtype=dtype,
+        device_map=device_map,
+        quantization_config=quantization_config(quantization) if quantization else None,
+        trust_remote_code=trust_remote_code,
+    )
+    return model.eval(), AutoTokenizer.from_pretrained(name, trust_remote_code=trust_remote_code)
+
+
+def be_quiet() -> None:
+    """Keep transformers' progress bars and its remarks below warnings off the terminal."""
+    logging.disable_progress_bar()
+    logging.set_verbosity_warning()
+
+
+def quantization_config(name: str) -> Any:
+    """The transformers configuration for a `--quantization` name.
+
+    Raises:
+        UnsupportedOptionError: the name is unknown.
+        MissingPackageError: its package is not installed.
+    """
+
+    def torchao_int8() -> Any:
+        from torchao.quantization import Int8WeightOnlyConfig
+
+        return TorchAoConfig(Int8WeightOnlyConfig())
+
+    kinds = {
+        "bnb4": (
+            "bitsandbytes",
+            "bnb",
+            lambda: BitsAndBytesConfig(
+                load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.bfloat16
+            ),
+        ),
+        "bnb8": ("bitsandbytes", "bnb", lambda: BitsAndBytesConfig(load_in_8bit=True)),
+        "torchao-int8": ("torchao", "torchao", torchao_int8),
+        "quanto-int8": ("optimum", "quanto", lambda: QuantoConfig(weights="int8")),
+    }
+    if name not in kinds:
+        raise UnsupportedOptionError(f"The quantisation '{name}' is unknown; choose one of {', '.join(kinds)}.")
+    module, extra, make = kinds[name]
+    if find_spec(module) is None:
+        raise MissingPackageError(f'The quantisation {name} needs a package: pip install "hf-dflash[{extra}]".')
+    return make()
+
+
+def sampling_arguments(
+    temperature: float,
+    top_p: float | None = None,
+    top_k: int | None = None,
+    min_p: float | None = None,
+    repetition_penalty: float | None = None,
+) -> dict[str, Any]:
+    """Arguments of `generate` for the sampling options; temperature 0 decodes greedily, whatever the checkpoint's
+    defaults."""
+    chosen = {"top_p": top_p, "top_k": top_k, "min_p": min_p} if temperature else {}
+    chosen |= {"repetition_penalty": repetition_penalty}
+    chosen = {name: value for name, value in chosen.items() if value is not None}
+    return {"do_sample": True, "temperature": temperature, **chosen} if temperature else {"do_sample": False, **chosen}
+
+
+def encode(pair: Pair, prompt: str | list[dict[str, str]]) -> BatchEncoding:
+    """The prompt as `generate` takes it, on the target's device: a plain text, or messages through the chat template.
+
+    Raises:
+        UnsupportedOptionError: messages, but the tokenizer has no chat template.
+    """
+    tokenizer = pair.tokenizer
+    if isinstance(prompt, str):
+        return tokenizer(prompt, return_tensors="pt").to(pair.target.device)
+    if not tokenizer.chat_template:
+        raise UnsupportedOptionError(
+            "The target's tokenizer has no chat template: give a plain prompt instead of a chat."
+        )
+    inputs = tokenizer.apply_chat_template(prompt, add_generation_prompt=True, return_tensors="pt", return_dict=True)
+    return inputs.to(pair.target.device)

@@ -1,0 +1,216 @@
+"""The measurement itself.
+
+Owns: the order of the runs, timing, counting the target's forwards, comparing each text with plain generate's. Does not
+know: what a method does, how results are summed up or shown.
+
+All methods run in one process and take turns on each prompt, so that a machine that slows down slows all of them.
+`plain` always runs. A forward is counted where the target's top module is called, so every method's acceptance length
+is measured alike.
+"""
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from transformers import BatchEncoding
+
+from hf_dflash.bench.compare import Comparison, compare
+from hf_dflash.bench.methods import Method, NotHere, make_method
+from hf_dflash.bench.pair import Pair, encode, sampling_arguments
+from hf_dflash.bench.prompts import Prompt
+
+WARM_UP_TOKENS = 16
+
+
+@dataclass
+class Run:
+    """One text, decoded by one method.
+
+    Attributes:
+        target, draft, method, prompt_set, prompt, temperature, repeat: what was run.
+        new_tokens: tokens written.
+        seconds: wall-clock time of the whole call, prefill included.
+        forwards: calls of the target, prefill included.
+        peak_memory: bytes allocated on the GPU at the most during the call; None on the CPU.
+        same: whether the ids equal plain generate's; None for plain itself and for methods that draw other random
+            numbers.
+        comparison: more about a difference.
+        statistics: figures of our loop; None for other methods.
+    """
+
+    target: str
+    draft: str
+    method: str
+    prompt_set: str
+    prompt: str
+    temperature: float
+    repeat: int
+    new_tokens: int
+    seconds: float
+    forwards: int
+    peak_memory: int | None = None
+    same: bool | None = None
+    comparison: dict[str, Any] | None = None
+    statistics: dict[str, Any] | None = None
+
+    @property
+    def tokens_per_second(self) -> float:
+        return self.new_tokens / self.seconds
+
+    @property
+    def tau(self) -> float | None:
+        """Tokens per forward behind the prefill, which itself yields one token; None where there was only the
+        prefill."""
+        return (self.new_tokens - 1) / (self.forwards - 1) if self.forwards > 1 else None
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What to run with every pair.
+
+    Attributes:
+        methods: names, see `hf_dflash.bench.methods`; `plain` is added in front.
+        prompts: the prompts of all sets.
+        temperatures: 0 for greedy.
+        max_new_tokens: per prompt.
+        repeats: how often everything is run.
+        seed: set before every run, so that sampled texts can be compared.
+        raw: prompts go in without the chat template.
+    """
+
+    methods: list[str]
+    prompts: list[Prompt]
+    temperatures: list[float]
+    max_new_tokens: int = 256
+    repeats: int = 1
+    seed: int = 0
+    raw: bool = False
+
+    def names(self) -> list[str]:
+        return ["plain", *(name for name in self.methods if name != "plain")]
+
+    def count(self) -> int:
+        """Runs with one pair, if every method runs there."""
+        return len(self.names()) * len(self.prompts) * len(self.temperatures) * self.repeats
+
+
+def run_pair(pair: Pair, plan: Plan, advance: Callable[[str], None] = lambda text: None) -> tuple[list[Run], dict]:
+    """Run a plan with one pair.
+
+    Args:
+        pair: target, tokenizer, draft.
+        plan: what to run.
+        advance: told about each run when it is over.
+
+    Returns:
+        the runs, and for each method that does not run here the reason why.
+    """
+    methods, left_out = [], {}
+    for name in plan.names():
+        try:
+            methods.append(make_method(name, pair))
+        except NotHere as reason:
+            left_out[name] = str(reason)
+    _warm_up(pair, plan, methods)
+    runs = []
+    for repeat in range(plan.repeats):
+        for temperature in plan.temperatures:
+            for number, prompt in enumerate(plan.prompts):
+                # The order turns by one with each prompt, so that no method always runs behind the same other one.
+                turn = (number + repeat) % len(methods)
+                order = methods[turn:] + methods[:turn]
+                runs += _run_prompt(pair, plan, order, prompt, temperature, repeat, advance)
+    return runs, left_out
+
+
+def _inputs(pair: Pair, plan: Plan, prompt: Prompt) -> BatchEncoding:
+    return encode(pair, prompt.text if plan.raw else prompt.messages)
+
+
+def _warm_up(pair: Pair, plan: Plan, methods: list[Method]) -> None:
+    """Let each method run once, shortly: the first call of anything is slower than those after it."""
+    inputs = _inputs(pair, plan, plan.prompts[0])
+    for method in methods:
+        for temperature in plan.temperatures:
+            method.decode(inputs, {"max_new_tokens": WARM_UP_TOKENS, **sampling_arguments(temperature)})
+
+
+def _run_prompt(
+    pair: Pair,
+    plan: Plan,
+    methods: list[Method],
+    prompt: Prompt,
+    temperature: float,
+    repeat: int,
+    advance: Callable[[str], None],
+) -> Iterator[Run]:
+    """Each method once on one prompt, then the comparison of their texts with plain generate's."""
+    inputs = _inputs(pair, plan, prompt)
+    arguments = {"max_new_tokens": plan.max_new_tokens, **sampling_arguments(temperature)}
+    texts: dict[str, torch.Tensor] = {}
+    runs: dict[str, Run] = {}
+    for method in methods:
+        texts[method.name], measured = _measure(pair, method, inputs, arguments, plan.seed)
+        runs[method.name] = Run(
+            target=pair.target_name,
+            draft=pair.draft_name,
+            method=method.name,
+            prompt_set=prompt.set_name,
+            prompt=prompt.name,
+            temperature=temperature,
+            repeat=repeat,
+            **measured,
+        )
+        advance(f"{prompt.name} {method.name}")
+    prompt_length = inputs["input_ids"].shape[1]
+    for method in methods:
+        if method.name != "plain" and (method.same_seed or temperature == 0):
+            found = compare(pair.target, prompt_length, texts["plain"], texts[method.name], greedy=temperature == 0)
+            runs[method.name].same, runs[method.name].comparison = found.same, _told(found)
+    yield from runs.values()
+
+
+def _told(found: Comparison) -> dict[str, Any] | None:
+    return None if found.same else asdict(found)
+
+
+def _measure(
+    pair: Pair, method: Method, inputs: BatchEncoding, arguments: dict[str, Any], seed: int
+) -> tuple[torch.Tensor, dict[str, Any]]:
+    """Decode once; the `(length,)` ids on the CPU and the measured fields of a `Run`."""
+    on_gpu = pair.target.device.type == "cuda"
+    if on_gpu:
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+    torch.manual_seed(seed)
+    with _counting(pair.target) as count:
+        start = time.perf_counter()
+        ids, statistics = method.decode(inputs, dict(arguments))
+        if on_gpu:
+            torch.cuda.synchronize()
+        seconds = time.perf_counter() - start
+    return ids[0].cpu(), {
+        "new_tokens": ids.shape[1] - inputs["input_ids"].shape[1],
+        "seconds": seconds,
+        "forwards": count["forwards"],
+        "peak_memory": torch.cuda.max_memory_allocated() if on_gpu else None,
+        "statistics": statistics.as_dict() if statistics else None,
+    }
+
+
+@contextmanager
+def _counting(target: torch.nn.Module) -> Iterator[dict[str, int]]:
+    """Count the calls of a module within the block."""
+    count = {"forwards": 0}
+
+    def add(*_: Any) -> None:
+        count["forwards"] += 1
+
+    hook = target.register_forward_hook(add)
+    try:
+        yield count
+    finally:
+        hook.remove()

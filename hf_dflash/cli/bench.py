@@ -1,0 +1,172 @@
+"""`hf-dflash bench`: compare ways of decoding.
+
+Owns: which pairs, methods and prompts are asked for, and where the results go. Does not know: measuring, summing up,
+drawing.
+"""
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from hf_dflash.bench import gpu_check, machine, plots, report
+from hf_dflash.bench.pair import load_pair
+from hf_dflash.bench.prompts import load_prompts
+from hf_dflash.bench.runner import Plan, Run, run_pair
+from hf_dflash.cli import options
+from hf_dflash.cli.show import diagnostics
+from hf_dflash.errors import PairingError
+
+METHODS = ["prompt-lookup", "native", "authors", "dflash"]
+
+
+def bench(
+    target: Annotated[list[str] | None, typer.Option("--target", "-t", help="Target; may be repeated.")] = None,
+    draft: Annotated[list[str] | None, typer.Option("--draft", "-d", help="Draft; may be repeated.")] = None,
+    method: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--method",
+            "-m",
+            help="May be repeated: plain-compiled, prompt-lookup, native, authors, dflash, dflash-bN (blocks of N). "
+            "plain always runs. Default: " + ", ".join(METHODS) + ".",
+        ),
+    ] = None,
+    prompts: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--prompts",
+            "-p",
+            help="May be repeated: chat, humaneval, gsm8k, math500, mt-bench or a JSONL file; ':N' takes the first N. "
+            "Default: chat:20.",
+        ),
+    ] = None,
+    temperature: Annotated[
+        list[float] | None, typer.Option("--temperature", "-T", min=0.0, help="May be repeated; default: 0 (greedy).")
+    ] = None,
+    max_new_tokens: options.MaxNewTokens = 256,
+    repeats: Annotated[int, typer.Option(min=1, help="How often everything is run.")] = 1,
+    seed: options.Seed = 0,
+    raw: Annotated[bool, typer.Option("--raw", help="Give prompts as they are, without the chat template.")] = False,
+    dtype: options.Dtype = "auto",
+    device_map: options.DeviceMap = None,
+    quantization: options.Quantization = None,
+    trust_remote_code: options.TrustRemoteCode = False,
+    out: Annotated[Path, typer.Option(help="Folder for the results.", file_okay=False)] = Path("bench-results"),
+    again: Annotated[
+        Path | None,
+        typer.Option("--from", help="Measure nothing: make the reports of this results.json anew.", exists=True),
+    ] = None,
+    check_gpu: Annotated[
+        bool,
+        typer.Option(
+            "--gpu-check", help="Only measure the cost of a round, with random weights at Qwen3-4B / 8B shapes."
+        ),
+    ] = False,
+    shape: Annotated[
+        list[str] | None, typer.Option(help="With --gpu-check: qwen3-4b, qwen3-8b, tiny; may be repeated.")
+    ] = None,
+    as_json: options.Json = False,
+) -> None:
+    """Compare ways of decoding on the same prompts, in one process, taking turns.
+
+    Writes results.json (every run, with machine, versions and commit), results.csv, table.md and plots.
+    """
+    out.mkdir(parents=True, exist_ok=True)
+    if check_gpu:
+        _check_gpu(shape, device_map or "cuda", out, as_json)
+        return
+    if again is not None:
+        results = report.Results.read_json(again)
+    else:
+        if not target or not draft:
+            raise typer.BadParameter("give at least one --target and one --draft")
+        plan = Plan(
+            methods=method or METHODS,
+            prompts=[prompt for spec in prompts or ["chat:20"] for prompt in load_prompts(spec)],
+            temperatures=temperature or [0.0],
+            max_new_tokens=max_new_tokens,
+            repeats=repeats,
+            seed=seed or 0,
+            raw=raw,
+        )
+        loading = {
+            "dtype": dtype,
+            "device_map": device_map,
+            "quantization": quantization,
+            "trust_remote_code": trust_remote_code,
+        }
+        results = _measure(target, draft, plan, loading)
+        results.write_json(out / "results.json")
+    _report(results, out, as_json)
+
+
+def _measure(targets: list[str], drafts: list[str], plan: Plan, loading: dict) -> report.Results:
+    """Run the plan with every target and every draft that belongs to it.
+
+    Raises:
+        PairingError: no draft belongs to any target.
+    """
+    runs: list[Run] = []
+    left_out: dict[str, str] = {}
+    dtype = loading["dtype"]
+    columns = [TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()]
+    with Progress(*columns, console=diagnostics()) as progress:
+        for target, draft in [(target, draft) for target in targets for draft in drafts]:
+            task = progress.add_task(f"{Path(target).name}: loading", total=plan.count())
+            try:
+                pair = load_pair(target, draft, **loading)
+                found, not_here = run_pair(
+                    pair, plan, lambda text, task=task: progress.update(task, advance=1, description=text)
+                )
+            except PairingError as error:
+                left_out[f"{target} + {draft}"] = str(error)
+                continue
+            runs += found
+            left_out |= not_here
+            dtype = str(pair.target.dtype).removeprefix("torch.")
+            progress.update(task, completed=plan.count(), description=f"{Path(target).name}: done")
+    if not runs:
+        raise PairingError("No draft belongs to any target: " + " ".join(left_out.values()))
+    settings = {
+        "dtype": dtype,
+        "quantization": loading["quantization"],
+        "max_new_tokens": plan.max_new_tokens,
+        "repeats": plan.repeats,
+        "seed": plan.seed,
+        "raw": plan.raw,
+    }
+    return report.Results(machine.conditions(), settings, left_out, runs)
+
+
+def _report(results: report.Results, out: Path, as_json: bool) -> None:
+    """Write the files that are made from the results, and show the table."""
+    rows = results.rows()
+    table = report.markdown_table(rows)
+    report.write_csv(rows, out / "results.csv")
+    (out / "table.md").write_text(f"{table}\n{report.conditions_line(results)}\n", encoding="utf-8")
+    console = diagnostics()
+    plots.draw_all(rows, out)
+    for name, reason in results.left_out.items():
+        console.print(f"{name} did not run: {reason}")
+    console.print(f"written to {out}/")
+    if as_json:
+        print(json.dumps(report.without_nan([vars(row) for row in rows])))
+    else:
+        Console(highlight=False, soft_wrap=True).print(table, markup=False)
+
+
+def _check_gpu(shapes: list[str] | None, device: str, out: Path, as_json: bool) -> None:
+    """The prepared run for a GPU; writes gpu-check.json and gpu-check.md."""
+    plan = gpu_check.Check(device=device)
+    if shapes:
+        plan = gpu_check.Check(shapes=shapes, device=device)
+    console = diagnostics()
+    rows = gpu_check.check(plan, say=console.print)
+    results = {"conditions": machine.conditions(), "rows": rows}
+    (out / "gpu-check.json").write_text(json.dumps(report.without_nan(results), indent=1) + "\n", encoding="utf-8")
+    (out / "gpu-check.md").write_text(gpu_check.table(rows), encoding="utf-8")
+    print(json.dumps(report.without_nan(rows)) if as_json else gpu_check.table(rows))

@@ -1,0 +1,66 @@
+"""What figures look like on a terminal.
+
+Owns: the table of a call's statistics, the bars of acceptance by position, the words for a comparison. Does not know:
+how any figure comes about.
+"""
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from hf_dflash.bench.compare import Comparison
+from hf_dflash.outputs import DFlashStatistics
+
+BAR_WIDTH = 30
+
+
+def diagnostics() -> Console:
+    """The console for everything that is not the answer: standard error, so that the answer can be piped."""
+    return Console(stderr=True, highlight=False)
+
+
+def two_columns() -> Table:
+    return Table(show_header=False, box=None, padding=(0, 2, 0, 0))
+
+
+def statistics_table(statistics: DFlashStatistics) -> Table:
+    """Tokens, rates and times of one call."""
+    table = two_columns()
+    per_second = statistics.new_tokens / statistics.total_seconds if statistics.total_seconds else float("nan")
+    table.add_row("tokens", f"{statistics.new_tokens} in {statistics.total_seconds:.2f} s, {per_second:.1f} tokens/s")
+    if statistics.rounds:
+        table.add_row("rounds", f"{statistics.rounds}, {statistics.tau:.2f} tokens each (acceptance length tau)")
+        phases = {**statistics.seconds, "rest": statistics.rest_seconds}
+        table.add_row("time", ", ".join(f"{name} {_share(value, statistics)}" for name, value in phases.items()))
+        table.add_row("accepted", acceptance_bars(statistics.acceptance_by_position))
+    return table
+
+
+def _share(seconds: float, statistics: DFlashStatistics) -> str:
+    return f"{100 * seconds / statistics.total_seconds:.0f} %"
+
+
+def acceptance_bars(shares: list[float]) -> Table:
+    """A bar per position of the block: in how many of 100 rounds the candidates up to there were accepted.
+
+    Args:
+        shares: entry i - 1 is the share for position i, between 0 and 1.
+    """
+    table = two_columns()
+    for position, share in enumerate(shares, start=1):
+        full = round(share * BAR_WIDTH)
+        bar = Text("█" * full, style="green") + Text("░" * (BAR_WIDTH - full), style="dim")
+        table.add_row(f"position {position}", bar, f"{100 * share:3.0f} %")
+    return table
+
+
+def comparison_words(comparison: Comparison) -> str:
+    """Whether two texts are the same, and if not, where they part and whether rounding explains it."""
+    if comparison.same:
+        return f"yes, all {comparison.length} tokens"
+    where = f"no, they part at token {comparison.first_difference + 1} of {comparison.length}"
+    if comparison.margin is None:
+        return where
+    reason = "within" if comparison.within_rounding else "NOT within"
+    margin = f"the target's two best logits are {comparison.margin:.3g} apart there"
+    return f"{where}: {margin}, {reason} {comparison.dtype} rounding"
