@@ -15,8 +15,8 @@ import torch
 
 from hf_dflash.errors import CheckpointError, DraftDtypeError
 from hf_dflash.loading.adopting import adopt_draft, is_draft
-from hf_dflash.loading.checkpoint import HUB_OPTIONS, Checkpoint, has_full_head, read_checkpoint
-from hf_dflash.loading.pairing import check_pairing, pairing_problems
+from hf_dflash.loading.checkpoint import HUB_OPTIONS, Checkpoint, has_full_head, is_draft_checkpoint, read_checkpoint
+from hf_dflash.loading.pairing import TargetFacts, check_pairing, pairing_problems, pairing_warnings
 from hf_dflash.modeling_dflash import FP16_REASON, DFlashDraftModel, DFlashPreTrainedModel
 
 # What safetensors calls the dtypes that a draft may be stored in.
@@ -125,11 +125,14 @@ def _load_published(name_or_path: str | Path, *args: Any, **options: Any) -> DFl
 DFlashPreTrainedModel.load_published = staticmethod(_load_published)
 
 __all__ = [
+    "TargetFacts",
     "adopt_draft",
     "check_pairing",
     "is_draft",
+    "is_draft_checkpoint",
     "load_draft",
     "pairing_problems",
+    "pairing_warnings",
     "read_checkpoint",
     "resolve_dtype",
 ]

@@ -20,7 +20,7 @@ from safetensors import SafetensorError, safe_open
 
 from hf_dflash.configuration_dflash import DFlashConfig, join_problems
 from hf_dflash.errors import CheckpointError
-from hf_dflash.layouts import Layout, Reading, read
+from hf_dflash.layouts import Layout, Reading, read, recognise, unsupported_family
 from hf_dflash.modeling_dflash import DFlashDraftModel
 
 HUB_OPTIONS = ("revision", "token", "cache_dir", "force_download", "local_files_only", "subfolder")
@@ -99,6 +99,18 @@ def read_checkpoint(name_or_path: str | Path, **hub_options: Any) -> Checkpoint:
     if tensors and not problems:
         problems += _misfits(DFlashConfig(**reading.values), layout, tensors)
     return checkpoint
+
+
+def is_draft_checkpoint(name_or_path: str | Path, **hub_options: Any) -> bool:
+    """Whether a folder or Hub repository holds a DFlash draft, or a relative that `load_draft` refuses by name.
+
+    False also where nothing can be read: whoever loads it as an ordinary model finds out why.
+    """
+    try:
+        raw = _Files(name_or_path, hub_options).config()
+    except CheckpointError:
+        return False
+    return recognise(raw) is not None or unsupported_family(raw) is not None
 
 
 class _Files:
