@@ -6,6 +6,10 @@ Owns: the public names, the registration with AutoConfig and AutoModel, and the 
 Does not know: how any of it works.
 """
 
+from transformers import AutoConfig, AutoModel
+
+from hf_dflash.configuration_dflash import DFlashConfig
+from hf_dflash.dispatch import install
 from hf_dflash.errors import (
     CheckpointError,
     DFlashError,
@@ -16,11 +20,25 @@ from hf_dflash.errors import (
     UnsupportedOptionError,
     UnsupportedTargetError,
 )
+from hf_dflash.generation import DFlashGenerate
+from hf_dflash.loading import adopt_draft, load_draft
+from hf_dflash.modeling_dflash import DFlash2DraftModel, DFlashDraftModel
+from hf_dflash.outputs import DFlashOutput, DFlashStatistics
 from hf_dflash.version import __version__
+
+AutoConfig.register(DFlashConfig.model_type, DFlashConfig, exist_ok=True)
+AutoModel.register(DFlashConfig, DFlashDraftModel, exist_ok=True)
+install()
 
 __all__ = [
     "CheckpointError",
+    "DFlash2DraftModel",
+    "DFlashConfig",
+    "DFlashDraftModel",
     "DFlashError",
+    "DFlashGenerate",
+    "DFlashOutput",
+    "DFlashStatistics",
     "DraftDtypeError",
     "MissingPackageError",
     "PairingError",
@@ -28,4 +46,6 @@ __all__ = [
     "UnsupportedOptionError",
     "UnsupportedTargetError",
     "__version__",
+    "adopt_draft",
+    "load_draft",
 ]

@@ -1,0 +1,108 @@
+"""Plain generate and DFlash generate on the same inputs, for the tests of exactness.
+
+Owns: running both from the same random state with an oracle draft, and the assertions that their outputs are the same.
+Does not know: which families or options are tried.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from oracle import Pattern, fixed, none_right, oracle_draft, randomly
+
+from hf_dflash.outputs import DFlashStatistics
+
+BLOCK = 6
+PATTERNS: dict[str, Pattern] = {
+    "none": none_right,
+    **{f"fixed{k}": fixed(k) for k in range(1, BLOCK - 1)},
+    "all": fixed(BLOCK - 1),
+    "random": randomly(11, BLOCK - 1),
+}
+
+
+def prompt(length: int = 9, seed: int = 0, low: int = 5, high: int = 300) -> torch.LongTensor:
+    """`(1, length)` random ids; the global random state is left alone."""
+    return torch.randint(low, high, (1, length), generator=torch.Generator().manual_seed(seed))
+
+
+@dataclass
+class Pair:
+    """What plain generate and DFlash generate returned, and the statistics of the latter."""
+
+    plain: Any
+    ours: Any
+    statistics: DFlashStatistics
+
+
+def both(target, inputs: dict, pattern: Pattern, seed: int = 0, block_size: int = BLOCK, **options) -> Pair:
+    """Run plain generate, then the oracle that knows its text, from the same seed.
+
+    Options that hold a state are given as functions without arguments, so that each run gets a fresh one.
+    """
+
+    def run(**more):
+        torch.manual_seed(seed)
+        fresh = {name: make() if getattr(make, "makes_fresh", False) else make for name, make in options.items()}
+        return target.generate(**inputs, **fresh, **more)
+
+    plain = run()
+    sequences = plain if isinstance(plain, torch.Tensor) else plain.sequences
+    mask = inputs.get("attention_mask")
+    references = [unpadded(row, None if mask is None else mask[i]) for i, row in enumerate(sequences)]
+    draft = oracle_draft(target, references, pattern, block_size=block_size)
+    statistics: list[DFlashStatistics] = []
+    ours = run(assistant_model=draft, stats=statistics.append)
+    return Pair(plain, ours, statistics[0])
+
+
+def fresh(make):
+    """Mark a function as one that makes an option's value anew for each run."""
+    make.makes_fresh = True
+    return make
+
+
+def unpadded(row: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
+    """A row without its left padding."""
+    return row if mask is None else row[int((mask == 0).sum()) :]
+
+
+def assert_same(pair: Pair) -> None:
+    """The same ids, and if outputs were asked for, the same records."""
+    if isinstance(pair.plain, torch.Tensor):
+        assert pair.plain.tolist() == pair.ours.tolist()
+        return
+    assert pair.plain.sequences.tolist() == pair.ours.sequences.tolist()
+    for name in ("scores", "logits", "hidden_states", "attentions"):
+        assert_close(getattr(pair.plain, name), getattr(pair.ours, name), name)
+
+
+#: Float32 adds up a block in another order than single tokens. The wide initial weights of the tiny targets amplify that
+#: to 1e-4 of the largest value at most (attention behind a softmax); a value of another position is off by about as much as
+#: the largest value itself.
+ROUNDING = 5e-4
+
+
+def is_close(plain: torch.Tensor, ours: torch.Tensor) -> bool:
+    """Equal shapes, infinities at the same places, and finite values equal within `ROUNDING` of the largest."""
+    if plain.shape != ours.shape or not torch.equal(plain.isfinite(), ours.isfinite()):
+        return False
+    plain, ours = plain[plain.isfinite()], ours[ours.isfinite()]
+    return bool((plain - ours).abs().max() <= ROUNDING * plain.abs().max())
+
+
+def assert_close(plain: Any, ours: Any, where: str) -> None:
+    """Nested tuples of tensors: the same structure, every tensor close."""
+    if plain is None or isinstance(plain, torch.Tensor):
+        assert (plain is None) == (ours is None), where
+        assert plain is None or is_close(plain, ours), f"{where}: shapes {tuple(plain.shape)}, {tuple(ours.shape)}"
+        return
+    assert len(plain) == len(ours), f"{where}: {len(plain)} and {len(ours)} entries"
+    for index, (a, b) in enumerate(zip(plain, ours, strict=True)):
+        assert_close(a, b, f"{where}[{index}]")
+
+
+def assert_varied(ids: torch.Tensor, new_tokens: int) -> None:
+    """The text is not a repeated handful of tokens, which would hide faults of a roll-back."""
+    distinct = ids[0, -new_tokens:].unique().numel()
+    assert distinct >= new_tokens // 2, f"only {distinct} distinct tokens in {new_tokens}: the fixture proves nothing"
