@@ -34,6 +34,7 @@ LEVELS = {
     "generation": 6,
     "dispatch": 6,
     "hub": 7,
+    "inspection": 7,
     "bench": 7,
     "training": 7,
     "cli": 8,

@@ -14,6 +14,7 @@ from hf_dflash.cli.bench import bench
 from hf_dflash.cli.chat import chat
 from hf_dflash.cli.demo import demo
 from hf_dflash.cli.generate import generate
+from hf_dflash.cli.inspect import inspect_
 from hf_dflash.errors import DFlashError
 from hf_dflash.version import __version__
 
@@ -28,6 +29,7 @@ app = typer.Typer(
 )
 for command in (demo, generate, chat, bench):
     app.command()(command)
+app.command("inspect")(inspect_)
 
 
 def _print_version(wanted: bool) -> None:

@@ -125,6 +125,7 @@ def _load_published(name_or_path: str | Path, *args: Any, **options: Any) -> DFl
 DFlashPreTrainedModel.load_published = staticmethod(_load_published)
 
 __all__ = [
+    "Checkpoint",
     "TargetFacts",
     "adopt_draft",
     "check_pairing",

@@ -45,7 +45,7 @@ class TargetFacts:
             text.vocab_size,
             text.num_hidden_layers,
             text.vocab_size,
-            {key: getattr(text, key, None) for key in _SPECIAL_TOKENS},
+            _special_ids(text),
         )
 
     @classmethod
@@ -59,8 +59,14 @@ class TargetFacts:
             text.vocab_size,
             len(target.layers),
             target.num_embeddings,
-            {key: getattr(generation, key, None) or getattr(text, key, None) for key in _SPECIAL_TOKENS},
+            _special_ids(generation, text),
         )
+
+
+def _special_ids(*configs: Any) -> dict[str, Any]:
+    """The special tokens, each from the first configuration that has it."""
+    said = {key: [getattr(config, key, None) for config in configs] for key in _SPECIAL_TOKENS}
+    return {key: next((value for value in values if value is not None), None) for key, values in said.items()}
 
 
 def check_pairing(draft: DFlashDraftModel | DFlashConfig, target: Target | TargetFacts) -> None:
