@@ -245,6 +245,8 @@ class DFlashPreTrainedModel(PreTrainedModel):
     config: DFlashConfig
     base_model_prefix = "model"
     main_input_name = "noise_embeds"
+    # Set by `hf_dflash.loading`, which knows the published layouts; on the Hub a draft is always canonical.
+    load_published: ClassVar[Callable | None] = None
     input_modalities = ("text",)
     supports_gradient_checkpointing = True
     _no_split_modules: ClassVar[list[str]] = ["DFlashDecoderLayer"]
@@ -263,6 +265,15 @@ class DFlashPreTrainedModel(PreTrainedModel):
         if torch.get_default_dtype() == torch.float16:
             raise DraftDtypeError(FP16_REASON)
         super().__init__(config, *args, **kwargs)
+
+    @classmethod
+    def from_pretrained(
+        cls, pretrained_model_name_or_path: Any, *args: Any, config: Any = None, **kwargs: Any
+    ) -> "DFlashPreTrainedModel":
+        """As for any transformers model; with hf_dflash installed, from every published layout, as by `load_draft`."""
+        if cls.load_published is None or pretrained_model_name_or_path is None or config is not None:
+            return super().from_pretrained(pretrained_model_name_or_path, *args, config=config, **kwargs)
+        return cls.load_published(pretrained_model_name_or_path, *args, **kwargs)
 
     def _apply(self, fn: Callable, recurse: bool = True) -> "DFlashPreTrainedModel":
         """Every cast and move of a module, also as part of another, goes through here."""
@@ -340,7 +351,8 @@ class DFlashDraftModel(DFlashPreTrainedModel):
                 crops the block's n.
             use_cache: True makes a cache where none is given.
             past_key_values: the name that transformers before 5.24 gives to `cache`.
-            kwargs: `block_length`, where n tokens are several packed blocks (in training), each with its own convolutions.
+            kwargs: `block_length`, where the n tokens are several packed blocks (in training), each with convolutions
+                of its own; and what the attention implementation takes besides.
         """
         cache = cache if cache is not None else past_key_values
         if use_cache and cache is None:
@@ -361,7 +373,9 @@ class DFlashDraftModel(DFlashPreTrainedModel):
 
     def embed(self, input_ids: torch.Tensor, target_embed: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
         """(batch, n) ids -> (batch, n, hidden_size), by the draft's own embeddings if it has any, else the target's."""
-        return target_embed(input_ids) if self.embed_tokens is None else self.embed_tokens(input_ids)
+        if self.embed_tokens is None:
+            return target_embed(input_ids)
+        return self.embed_tokens(input_ids.to(self.embed_tokens.weight.device))
 
     def compute_logits(self, hidden: torch.Tensor, head: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
         """(batch, n, hidden_size) -> (batch, n, vocabulary), the draft's own reduced vocabulary where it has one.

@@ -68,8 +68,8 @@ def tiny_draft(
     """A random draft in float32, eval mode. Equal arguments give equal weights; the global random state is left alone.
 
     At the usual `initializer_range` of 0.02 attention is nearly uniform and hides wrong masks and positions, so the
-    default is ten times that. In version 2 it is 0.07: there the input shapes its own kernels, and at 0.2 the last bit of
-    an input moves the output by 7e-5, at 0.07 by 4e-6; swapping the context's tokens moves it by 0.26 on average.
+    default is ten times that. In version 2 it is 0.07: there the input shapes its own kernels, and at 0.2 the last bit
+    of an input moves the output by 7e-5, at 0.07 by 4e-6; shifting the context by one moves it by 0.26 on average.
     """
     config = tiny_config(
         version,
