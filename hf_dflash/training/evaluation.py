@@ -1,0 +1,121 @@
+"""How much of a text a draft would have had accepted.
+
+Owns: proposing at every position of a stored response, acceptance by block position, and tau by walking through the response as
+decoding does.
+
+Does not know: training, `generate`. Where the responses are the target's greedy text (or one fixed sampled text), the walk gives
+the acceptance length of real decoding, because a round depends only on the committed text before it.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+import torch
+
+from ..modeling_dflash import DFlashDraftModel
+from ..target import Target
+from .losses import accepted_counts
+from .packing import pack_blocks
+from .states import StateCapture, run_blocks
+
+
+@dataclass
+class Acceptance:
+    """What was accepted over a set of responses.
+
+    Attributes:
+        reached: for k = 1 .. s - 1, blocks of which at least k candidates agree with the text; over all anchors.
+        blocks: number of those anchors.
+        tokens, rounds: of the walk; `tau` = tokens / rounds, accepted and bonus tokens per target forward.
+    """
+
+    reached: list[int] = field(default_factory=list)
+    blocks: int = 0
+    tokens: int = 0
+    rounds: int = 0
+
+    @property
+    def tau(self) -> float:
+        """Acceptance length of the walk."""
+        return self.tokens / self.rounds if self.rounds else 0.0
+
+    @property
+    def by_position(self) -> list[float]:
+        """Share of anchors at which candidates 1 .. k all agree, for each k."""
+        return [count / self.blocks for count in self.reached] if self.blocks else []
+
+    def __iadd__(self, other: "Acceptance") -> "Acceptance":
+        width = max(len(self.reached), len(other.reached))
+        pad = lambda counts: counts + [0] * (width - len(counts))  # noqa: E731
+        self.reached = [a + b for a, b in zip(pad(self.reached), pad(other.reached), strict=True)]
+        self.blocks += other.blocks
+        self.tokens += other.tokens
+        self.rounds += other.rounds
+        return self
+
+
+def walk(accepted: list[int], limit: int) -> tuple[int, int]:
+    """Tokens and rounds of decoding a response whose anchor i has `accepted[i]` candidates accepted.
+
+    Example:
+        accepted [2, 0, 0, 1, 0], limit 5 (a response of 6 tokens, of which the first is the prefill's): round 1 at anchor 0 yields
+        3 tokens, round 2 at anchor 3 yields 2: (5, 2).
+    """
+    at, rounds = 0, 0
+    while at < limit:
+        at += accepted[at] + 1
+        rounds += 1
+    return min(at, limit), rounds
+
+
+@torch.no_grad()
+def measure_acceptance(
+    draft: DFlashDraftModel,
+    target: Target,
+    sequences: Iterable[tuple[list[int], list[int]]],
+    *,
+    block_size: int | None = None,
+    blocks_per_forward: int = 64,
+) -> Acceptance:
+    """Acceptance over `(prompt_ids, response_ids)` pairs, with a block proposed at every response position.
+
+    Args:
+        block_size: as in decoding, 2 up to the checkpoint's (the default).
+        blocks_per_forward: blocks laid side by side; bounds memory.
+    """
+    was_training = draft.training
+    draft.eval()
+    capture = StateCapture(target, draft.config.target_layer_ids)
+    total = Acceptance()
+    for prompt, response in sequences:
+        total += _measure_one(
+            draft, target, capture, prompt, response, block_size or draft.config.block_size, blocks_per_forward
+        )
+    draft.train(was_training)
+    return total
+
+
+def _measure_one(
+    draft: DFlashDraftModel,
+    target: Target,
+    capture: StateCapture,
+    prompt: list[int],
+    response: list[int],
+    block_size: int,
+    width: int,
+) -> Acceptance:
+    ids = torch.tensor([prompt + response], device=target.model.device)
+    length, start = ids.shape[1], len(prompt)
+    if length - start < 2:
+        return Acceptance()
+    taps = capture(ids).taps.to(draft.device)
+    counts: list[int] = []
+    for at in range(start, length - 1, width):
+        anchors = torch.arange(at, min(at + width, length - 1))
+        packed = pack_blocks(ids, [length], [anchors], block_size, draft.config.mask_token_id)
+        hidden = run_blocks(draft, draft, target, taps, packed)[0]
+        candidates = draft.propose(hidden[:, 1:], ids[0, anchors.to(ids.device)].to(hidden.device), target.head)
+        counts += accepted_counts(candidates.to(ids.device), packed.labels[0, :, 1:]).tolist()
+    tokens, rounds = walk(counts, len(counts))
+    reached = [sum(count >= k for count in counts) for k in range(1, block_size)]
+    return Acceptance(reached, len(counts), tokens, rounds)

@@ -1,0 +1,152 @@
+"""What a draft is taught: weighted cross-entropy over block positions, and what it would have accepted.
+
+Owns: position weights (fixed decay, D-PACE), cross-entropy and distillation over a bounded piece of the vocabulary at a time, the
+loss of DFlash 2's selector, simulated acceptance.
+
+Does not know: where hidden states come from, the trainer. A block has `s` positions; position 0 is the anchor and is never
+learnt; `k` = 1 .. s - 1 are the candidates.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+from ..modeling_dflash import CandidateSelector
+from .packing import IGNORED
+
+
+def default_gamma(block_size: int) -> float:
+    """The published decay: 7 for block 16, 5 for block 10, 4 for block 8; between and beyond them on the line through 8 and 16."""
+    return {16: 7.0, 10: 5.0, 8: 4.0}.get(block_size, max(1.0, 4.0 + (block_size - 8) * 3 / 8))
+
+
+def decay_weights(block_size: int, gamma: float) -> torch.Tensor:
+    """`(s - 1,)` weights `exp(-(k - 1) / gamma)` of the positions k = 1 .. s - 1, float32: the first candidate weighs 1."""
+    return torch.exp(-torch.arange(block_size - 1, dtype=torch.float32) / gamma)
+
+
+def d_pace_weights(cross_entropy: torch.Tensor, learnt: torch.Tensor, alpha: float) -> torch.Tensor:
+    """Dynamic position weights: how much the expected number of accepted tokens gains from each position.
+
+    With confidence `q_i = (1 - alpha) * exp(-ce_i) + alpha`, the weight of position j is the sum over m >= j of
+    `q_1 * ... * q_m` (arXiv 2605.18810, equations 7 and 8). Constant for the gradient. alpha = 1 gives s - 1, s - 2, ..., 1.
+
+    Args:
+        cross_entropy: `(..., s - 1)`.
+        learnt: `(..., s - 1)` bool; a position that is not learnt gets weight 0 and ends the sum.
+    """
+    confidence = (1 - alpha) * torch.exp(-cross_entropy.detach().float()) + alpha
+    reached = torch.cumprod(torch.where(learnt, confidence, torch.zeros_like(confidence)), dim=-1)
+    return torch.flip(torch.cumsum(torch.flip(reached, (-1,)), dim=-1), (-1,)) * learnt
+
+
+@dataclass(frozen=True)
+class ReducedVocabulary:
+    """The part of the vocabulary that the loss looks at.
+
+    Attributes:
+        ids: `(V',)` ascending target ids.
+        index: `(V,)` id to its place in `ids`, -1 for an id outside.
+    """
+
+    ids: torch.LongTensor
+    index: torch.LongTensor
+
+    @classmethod
+    def of(cls, ids: torch.LongTensor, vocab_size: int) -> "ReducedVocabulary":
+        """From any ids, repeated or not."""
+        ids = torch.unique(ids)
+        index = torch.full((vocab_size,), -1, device=ids.device)
+        index[ids] = torch.arange(len(ids), device=ids.device)
+        return cls(ids, index)
+
+
+def cross_entropy(
+    hidden: torch.Tensor,
+    labels: torch.LongTensor,
+    logits_of: Callable[[torch.Tensor], torch.Tensor],
+    *,
+    teacher_logits_of: Callable[[slice], torch.Tensor] | None = None,
+    chunk: int = 1024,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Cross-entropy of every row, at most `chunk` rows of logits at a time (forward and backward).
+
+    Args:
+        hidden: `(rows, hidden_size)`.
+        labels: `(rows,)` indices into what `logits_of` returns.
+        logits_of: `(n, hidden_size)` to `(n, vocabulary)`.
+        teacher_logits_of: rows to the target's logits for them, in the same vocabulary.
+
+    Returns:
+        cross-entropy `(rows,)`, divergence KL(target || draft) `(rows,)` (zeros without a teacher), argmax `(rows,)`; float32.
+    """
+
+    def piece(states: torch.Tensor, rows: slice) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        scores = F.log_softmax(logits_of(states).float(), dim=-1)
+        entropy = F.nll_loss(scores, labels[rows], reduction="none")
+        if teacher_logits_of is None:
+            return entropy, torch.zeros_like(entropy), scores.argmax(-1)
+        teacher = F.log_softmax(teacher_logits_of(rows).float(), dim=-1)
+        return entropy, F.kl_div(scores, teacher, reduction="none", log_target=True).sum(-1), scores.argmax(-1)
+
+    slices = [slice(at, min(at + chunk, len(hidden))) for at in range(0, len(hidden), chunk)]
+    if len(slices) == 1:
+        return piece(hidden, slices[0])
+    parts = [checkpoint(piece, hidden[rows], rows, use_reentrant=False) for rows in slices]
+    return tuple(torch.cat(column) for column in zip(*parts, strict=True))
+
+
+def selector_cross_entropy(
+    selector: CandidateSelector,
+    hidden: torch.Tensor,
+    logits: torch.Tensor,
+    vocabulary: torch.LongTensor,
+    previous: torch.LongTensor,
+    labels: torch.LongTensor,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Loss of DFlash 2's selector: pick the right one among the `top_k` candidates, given the right predecessor.
+
+    The score is the selector's own: `logit + <predecessor[previous] * projection(hidden), successor[candidate]>`.
+
+    Args:
+        hidden: `(rows, hidden_size)`.
+        logits: `(rows, V')` over `vocabulary`.
+        vocabulary: `(V',)` target ids of the logits' columns.
+        previous: `(rows,)` target id of the token before.
+        labels: `(rows,)` target id to be picked.
+
+    Returns:
+        cross-entropy `(rows,)`, 0 where the label is not among the candidates; whether it is, `(rows,)` bool.
+    """
+    unary, columns = torch.topk(logits, selector.top_k, dim=-1)
+    candidates = vocabulary[columns]
+    wanted = F.embedding(previous, selector.predecessor_codebook) * selector.hidden_projection(hidden)
+    successors = F.embedding(candidates, selector.successor_codebook)
+    scores = unary.float() + (successors.float() @ wanted.float().unsqueeze(-1)).squeeze(-1)
+    hits = candidates == labels[:, None]
+    found = hits.any(-1)
+    entropy = F.cross_entropy(scores, hits.int().argmax(-1), reduction="none")
+    return torch.where(found, entropy, torch.zeros_like(entropy)), found
+
+
+def accepted_counts(candidates: torch.LongTensor, labels: torch.LongTensor) -> torch.LongTensor:
+    """How many leading candidates of each block agree with the text: `(blocks, s - 1)` twice to `(blocks,)`.
+
+    Candidates [5, 6, 7] against labels [5, 9, 7] accept 1. An ignored label counts as a disagreement.
+    """
+    return torch.cumprod((candidates == labels) & (labels != IGNORED), dim=-1).sum(-1)
+
+
+def gamma_or_default(gamma: float | None, block_size: int) -> float:
+    """The given decay, or the published one for the block size."""
+    if gamma is None:
+        return default_gamma(block_size)
+    if not gamma > 0 or math.isinf(gamma):
+        from ..errors import TrainingError
+
+        raise TrainingError(f"gamma must be a number above 0, found {gamma}")
+    return gamma

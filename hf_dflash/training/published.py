@@ -1,0 +1,168 @@
+"""A finished draft in the layouts that other programs read.
+
+Owns: z-lab's and speculators' `config.json` for a canonical draft, and saving a draft atomically in any of the three.
+
+Does not know: reading those layouts (`hf_dflash.layouts` does, and the tests close the circle).
+"""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+from safetensors.torch import save_file
+
+from ..configuration_dflash import DFlashConfig
+from ..errors import TrainingError
+from ..modeling_dflash import DFlashDraftModel
+
+NETWORK_KEYS = (
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "hidden_act",
+    "rms_norm_eps",
+    "attention_bias",
+    "attention_dropout",
+    "max_position_embeddings",
+    "initializer_range",
+    "vocab_size",
+    "layer_types",
+    "sliding_window",
+)
+VERSION_2_KEYS = ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")
+OUTPUT_KEYS = ("input_embedding_scale", "output_multiplier", "final_logit_softcapping")
+
+
+def zlab_config(config: DFlashConfig, dtype: str) -> dict[str, Any]:
+    """z-lab's `config.json`: a Qwen3 configuration with a `dflash_config`, as vLLM, SGLang and the package `dflash` read it.
+
+    Raises:
+        TrainingError: the draft's layers differ in causality in a way that this layout cannot say.
+    """
+    nested = {
+        "block_size": config.block_size,
+        "mask_token_id": config.mask_token_id,
+        "target_layer_ids": config.target_layer_ids,
+    }
+    nested |= _but_defaults(config)
+    if config.dflash_version == 2:
+        nested |= {"projector_type": "dflash2"} | {key: getattr(config, key) for key in VERSION_2_KEYS}
+    return {
+        "architectures": ["DFlash2DraftModel" if config.dflash_version == 2 else "DFlashDraftModel"],
+        "model_type": "qwen3",
+        **_network(config),
+        "rope_parameters": dict(config.rope_parameters),
+        # The package `dflash` 0.1.0 reads the block size here, newer readers inside dflash_config.
+        "block_size": config.block_size,
+        "num_target_layers": config.target_num_hidden_layers,
+        "use_sliding_window": "sliding_attention" in config.layer_types,
+        "tie_word_embeddings": False,
+        "bos_token_id": None,
+        "eos_token_id": None,
+        "pad_token_id": None,
+        "dtype": dtype,
+        "dflash_config": nested,
+        **({} if (causal := _one_causality(config)) is None else {"is_causal": causal}),
+    }
+
+
+def speculators_config(config: DFlashConfig, dtype: str) -> dict[str, Any]:
+    """speculators' `config.json`: the decoder nested, taps counted from 1.
+
+    Raises:
+        TrainingError: full-attention layers that are causal, which this layout cannot say.
+    """
+    if any(
+        causal and kind == "full_attention"
+        for kind, causal in zip(config.layer_types, config.layer_causal, strict=True)
+    ):
+        raise TrainingError("the layout speculators has no key for causal full-attention layers; use --layout zlab")
+    version_2 = config.dflash_version == 2
+    return {
+        "architectures": ["DFlash2DraftModel" if version_2 else "DFlashDraftModel"],
+        "speculators_model_type": "dflash2" if version_2 else "dflash",
+        "transformer_layer_config": {
+            "model_type": "qwen3",
+            **_network(config),
+            "rope_parameters": dict(config.rope_parameters),
+        },
+        "block_size": config.block_size,
+        # Decoder layer 1 is hidden_states[2]: speculators counts the embedding as 0.
+        "aux_hidden_state_layer_ids": [layer + 1 for layer in config.target_layer_ids],
+        "mask_token_id": config.mask_token_id,
+        "target_hidden_size": config.target_hidden_size,
+        "draft_vocab_size": config.draft_vocab_size or config.vocab_size,
+        "sliding_window_non_causal": not any(config.layer_causal),
+        "dtype": dtype,
+        **_but_defaults(config),
+        **({key: getattr(config, key) for key in VERSION_2_KEYS} if version_2 else {}),
+        "speculators_config": {
+            "algorithm": "dflash2" if version_2 else "dflash",
+            "verifier": {"name_or_path": config.target_name_or_path, "architectures": []},
+        },
+    }
+
+
+def _network(config: DFlashConfig) -> dict[str, Any]:
+    return {key: getattr(config, key) for key in NETWORK_KEYS}
+
+
+def _but_defaults(config: DFlashConfig) -> dict[str, Any]:
+    """Scales that differ from doing nothing."""
+    nothing = {"input_embedding_scale": 1.0, "output_multiplier": 1.0, "final_logit_softcapping": None}
+    return {key: getattr(config, key) for key in OUTPUT_KEYS if getattr(config, key) != nothing[key]}
+
+
+def _one_causality(config: DFlashConfig) -> bool | None:
+    """None where the layer types say it already."""
+    if config.layer_causal == [kind == "sliding_attention" for kind in config.layer_types]:
+        return None
+    if len(set(config.layer_causal)) > 1:
+        raise TrainingError(f"the layout zlab has one causality for all layers; this draft has {config.layer_causal}")
+    return config.layer_causal[0]
+
+
+def save_draft(
+    draft: DFlashDraftModel, folder: str | Path, layout: str = "canonical", extra: dict[str, str] | None = None
+) -> Path:
+    """Write a draft folder in one move: it is there whole, or not at all.
+
+    Args:
+        layout: canonical, zlab or speculators.
+        extra: further text files, name to content.
+
+    Raises:
+        TrainingError: the layout cannot express the draft, or the disk is full.
+    """
+    folder = Path(folder)
+    partial = folder.with_name(folder.name + ".part")
+    shutil.rmtree(partial, ignore_errors=True)
+    try:
+        partial.mkdir(parents=True)
+        if layout == "canonical":
+            draft.save_pretrained(partial)
+        else:
+            dtype = str(draft.dtype).removeprefix("torch.")
+            config = (zlab_config if layout == "zlab" else speculators_config)(draft.config, dtype)
+            (partial / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+            tensors = {name: tensor.contiguous() for name, tensor in draft.state_dict().items()}
+            save_file(tensors, partial / "model.safetensors", metadata={"format": "pt"})
+        for name, text in (extra or {}).items():
+            (partial / name).write_text(text, encoding="utf-8")
+        if folder.exists():
+            # A folder cannot replace a full one in one move, so the old one steps aside first.
+            old = folder.with_name(folder.name + ".old")
+            shutil.rmtree(old, ignore_errors=True)
+            folder.rename(old)
+            partial.rename(folder)
+            shutil.rmtree(old)
+        else:
+            partial.rename(folder)
+    except OSError as error:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise TrainingError(f"saving the draft to {folder} failed: {error}") from error
+    return folder

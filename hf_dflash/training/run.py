@@ -1,0 +1,297 @@
+"""A training run from settings to a finished draft.
+
+Owns: the order of things: read and check everything, build the draft, capture states, train, measure, save.
+
+Does not know: the command line, what any of the steps do inside.
+"""
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..errors import MissingPackageError, TrainingError
+from ..loading import load_draft
+from ..modeling_dflash import DFlashDraftModel
+from ..target import Target
+from .evaluation import Acceptance, measure_acceptance
+from .objective import Objective
+from .plot import plot_run
+from .published import save_draft
+from .records import Record, RecordDataset, Records, read_records, response_token_counts, save_split, split
+from .settings import TrainingSettings
+from .setup_draft import check_warm_start, choose_mask_token, copy_from_target, make_config
+from .state_cache import CachedStates, build_state_cache, cache_bytes
+from .states import StateCapture
+
+SETTINGS_FILE, DRAFT_FOLDER, PLOT_FILE, REPORT_FILE = "training.yaml", "draft", "training.png", "report.json"
+
+
+@dataclass(frozen=True)
+class TrainingResult:
+    """Where the draft is and how good it got.
+
+    Attributes:
+        draft_folder: the finished draft in the layout that was asked for; None where training was interrupted.
+        steps: optimiser steps done.
+        held_out: acceptance on the held-out records, None where none were held out.
+        real_tau: acceptance length of `generate` on held-out prompts, None where it was not measured.
+        interrupted: Ctrl-C ended training; a complete checkpoint is there to resume from.
+    """
+
+    draft_folder: Path | None
+    steps: int
+    held_out: Acceptance | None
+    real_tau: float | None
+    interrupted: bool
+
+
+def train(
+    settings: TrainingSettings,
+    *,
+    resume: bool = False,
+    target_model: Any = None,
+    tokenizer: Any = None,
+    tell: Callable[[str], None] = print,
+) -> TrainingResult:
+    """Train a draft as the settings say.
+
+    Args:
+        resume: go on from the newest complete checkpoint in `settings.out`, with the same order of data.
+        target_model, tokenizer: already loaded ones; by default `settings.target` is loaded.
+        tell: takes lines for the user.
+
+    Raises:
+        TrainingError: data, settings or folder that cannot give a usable draft; nothing has been written then.
+        UnsupportedTargetError: a target that cannot be tapped.
+        MissingPackageError: accelerate is not installed.
+    """
+    _need_accelerate()
+    settings = settings.check()
+    out = Path(settings.out)
+    checkpoint = _checkpoint(out, settings, resume)
+    torch.manual_seed(settings.seed)
+    target, tokenizer = _load_target(settings, target_model, tokenizer)
+    earlier = load_draft(settings.warm_start, dtype=torch.float32) if settings.warm_start else None
+    block_size = earlier.config.block_size if earlier is not None else settings.block_size
+    records = read_records(
+        settings.data, block_size=block_size, max_length=settings.max_length, vocab_size=target.num_embeddings
+    )
+    training, held_out = split(records.kept, settings.held_out, settings.seed)
+    draft = _make_draft(settings, target, tokenizer, training, earlier, tell)
+    _tell_plan(tell, settings, target, draft, records, training, held_out)
+
+    out.mkdir(parents=True, exist_ok=True)
+    settings.to_yaml(out / SETTINGS_FILE)
+    save_split(out / "held_out.json", held_out)
+    states = _states(settings, target, draft, training, tell)
+    trainer, interrupt = _make_trainer(settings, target, draft, training, held_out, states)
+    trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
+    plot_run(trainer.state.log_history, out / PLOT_FILE)
+    if interrupt.interrupted:
+        tell(f"Interrupted at step {trainer.state.global_step}: a checkpoint was saved. Go on with --resume.")
+        return TrainingResult(None, trainer.state.global_step, None, None, True)
+    return _finish(settings, target, draft, held_out, trainer.state.global_step, tell)
+
+
+def _need_accelerate() -> None:
+    try:
+        import accelerate  # noqa: F401
+    except ImportError as error:
+        raise MissingPackageError("training needs the package accelerate: `pip install accelerate`") from error
+
+
+def _checkpoint(out: Path, settings: TrainingSettings, resume: bool) -> Path | None:
+    from .trainer import check_resume, last_complete_checkpoint
+
+    if resume:
+        return check_resume(out, out / SETTINGS_FILE, settings)
+    if last_complete_checkpoint(out) is not None:
+        raise TrainingError(f"{out} already holds checkpoints of a run: go on with --resume, or choose another folder")
+    return None
+
+
+def _load_target(settings: TrainingSettings, model: Any, tokenizer: Any) -> tuple[Target, Any]:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    options = {"trust_remote_code": settings.trust_remote_code}
+    if model is None:
+        dtype = settings.target_dtype if settings.target_dtype == "auto" else getattr(torch, settings.target_dtype)
+        model = AutoModelForCausalLM.from_pretrained(settings.target, dtype=dtype, **options)
+        if settings.device != "cpu" and torch.cuda.is_available():
+            model = model.to("cuda")
+    if tokenizer is None:
+        try:
+            tokenizer = AutoTokenizer.from_pretrained(settings.target, **options)
+        except (OSError, ValueError):
+            # Training reads token ids; without a tokenizer only the choice of the mask token has less to go by.
+            tokenizer = None
+    return Target(model.eval().requires_grad_(False)), tokenizer
+
+
+def _make_draft(
+    settings: TrainingSettings,
+    target: Target,
+    tokenizer: Any,
+    training: list[Record],
+    earlier: DFlashDraftModel | None,
+    tell: Callable[[str], None],
+) -> DFlashDraftModel:
+    """A new draft, or the one to go on with."""
+    counts = response_token_counts(training, target.num_embeddings)
+    for record in training:
+        counts += torch.bincount(torch.tensor(record.prompt_ids), minlength=target.num_embeddings)
+    if earlier is not None:
+        check_warm_start(earlier, target, settings)
+        draft = earlier
+        tell(f"Going on from {settings.warm_start}: {draft.num_parameters() / 1e6:.1f} million parameters.")
+    else:
+        config = make_config(target, settings, choose_mask_token(target, tokenizer, counts, settings.mask_token_id))
+        draft = DFlashDraftModel(config)
+        if settings.initial_weights == "target":
+            copied = copy_from_target(draft, target)
+            tell(f"Copied {len(copied)} of {len(list(draft.parameters()))} parameters from the target.")
+    draft.set_attn_implementation(settings.attention)
+    return draft.float().to(target.model.device).train()
+
+
+def _tell_plan(
+    tell: Callable[[str], None],
+    settings: TrainingSettings,
+    target: Target,
+    draft: DFlashDraftModel,
+    records: Records,
+    training: list[Record],
+    held_out: list[Record],
+) -> None:
+    config = draft.config
+    tell(
+        f"Data: {len(training)} records to train on, {len(held_out)} held out, {records.num_tokens:,} tokens; {records.too_short} left out "
+        f"(shorter than a block), {records.cut} cut to {settings.max_length} tokens."
+    )
+    tell(
+        f"Draft: DFlash {config.dflash_version}, {config.num_hidden_layers} layers, block {config.block_size}, taps {config.target_layer_ids} "
+        f"of {target.name} ({target.text_config.num_hidden_layers} layers), mask token {config.mask_token_id}, "
+        f"{draft.num_parameters() / 1e6:.1f} million parameters."
+    )
+
+
+def _states(
+    settings: TrainingSettings,
+    target: Target,
+    draft: DFlashDraftModel,
+    training: list[Record],
+    tell: Callable[[str], None],
+) -> CachedStates | None:
+    """The cached target states, built now where they are not there yet."""
+    if settings.states == "online":
+        return None
+    from tqdm.auto import tqdm
+
+    final = settings.distillation > 0
+    description = {
+        "target": target.name,
+        "taps": draft.config.target_layer_ids,
+        "taps_width": draft.config.context_size,
+        "final_width": target.text_config.hidden_size if final else 0,
+        "max_length": settings.max_length,
+        "data": str(settings.data),
+    }
+    folder = Path(settings.states_dir or Path(settings.out) / "states")
+    tokens = sum(map(len, training))
+    size = cache_bytes(tokens, description["taps_width"], description["final_width"])
+    tell(f"Target states: {tokens:,} tokens, {size / 1e9:.2f} GB in {folder}.")
+    capture = StateCapture(target, draft.config.target_layer_ids, with_final=final)
+    with tqdm(total=len(training), desc="target states", unit="text") as bar:
+        build_state_cache(folder, training, capture, description, on_batch=lambda done: bar.update(done - bar.n))
+    return CachedStates(folder)
+
+
+def _make_trainer(
+    settings: TrainingSettings,
+    target: Target,
+    draft: DFlashDraftModel,
+    training: list[Record],
+    held_out: list[Record],
+    states: CachedStates | None,
+) -> tuple[Any, Any]:
+    from .trainer import CompleteCheckpoints, DraftTrainer, StopOnInterrupt, make_arguments
+
+    frequent = None
+    if settings.loss_vocabulary is not None and settings.loss_vocabulary < target.num_embeddings:
+        frequent = response_token_counts(training, target.num_embeddings).topk(settings.loss_vocabulary).indices
+    arguments = make_arguments(settings, _use_bf16(settings, target))
+    if arguments.world_size > 1 and draft.config.dflash_version == 2:
+        raise TrainingError(
+            "DFlash 2 trains on one device: its selector is used outside the draft's forward, where gradients are not shared"
+        )
+    interrupt = StopOnInterrupt()
+    trainer = DraftTrainer(
+        draft=draft,
+        target=target,
+        objective=Objective(draft, target, settings, frequent),
+        arguments=arguments,
+        train_records=RecordDataset(training, states),
+        held_out=held_out,
+        callbacks=[interrupt, CompleteCheckpoints()],
+    )
+    return trainer, interrupt
+
+
+def _use_bf16(settings: TrainingSettings, target: Target) -> bool:
+    if settings.precision == "auto":
+        return target.model.device.type == "cuda" and torch.cuda.is_bf16_supported()
+    return settings.precision == "bf16"
+
+
+def _finish(
+    settings: TrainingSettings,
+    target: Target,
+    draft: DFlashDraftModel,
+    held_out: list[Record],
+    steps: int,
+    tell: Callable[[str], None],
+) -> TrainingResult:
+    """Measure what was trained and save it in bfloat16, the dtype that drafts run in."""
+    out = Path(settings.out)
+    draft = draft.eval().to(torch.bfloat16)
+    measured = None
+    if held_out:
+        measured = measure_acceptance(draft, target, [(list(r.prompt_ids), list(r.response_ids)) for r in held_out])
+        tell(
+            f"Held-out records: tau {measured.tau:.2f}; accepted by position {' '.join(f'{share:.2f}' for share in measured.by_position)}."
+        )
+    real = _real_tau(settings, target, draft, held_out)
+    if real is not None:
+        tell(f"generate() on {min(settings.final_prompts, len(held_out))} held-out prompts: tau {real:.2f}.")
+    report = {
+        "steps": steps,
+        "held_out_tau": measured and round(measured.tau, 4),
+        "held_out_accepted": measured and [round(share, 4) for share in measured.by_position],
+        "real_tau": real and round(real, 4),
+    }
+    (out / REPORT_FILE).write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+    folder = save_draft(draft, out / DRAFT_FOLDER, settings.layout)
+    tell(f"The draft is in {folder} (layout {settings.layout}).")
+    return TrainingResult(folder, steps, measured, real, False)
+
+
+@torch.no_grad()
+def _real_tau(
+    settings: TrainingSettings, target: Target, draft: DFlashDraftModel, held_out: list[Record]
+) -> float | None:
+    """Tokens per round of greedy `generate` with the draft, over the first held-out prompts."""
+    from ..generation import DFlashGenerate
+    from ..outputs import DFlashStatistics
+
+    found: list[DFlashStatistics] = []
+    generate = DFlashGenerate(draft, stats=found.append)
+    for record in held_out[: settings.final_prompts]:
+        ids = torch.tensor([record.prompt_ids], device=target.model.device)
+        options = {"max_new_tokens": settings.final_tokens, "do_sample": False, "custom_generate": generate}
+        target.model.generate(ids, attention_mask=torch.ones_like(ids), **options)
+    rounds = sum(statistics.rounds for statistics in found)
+    return sum(sum(statistics.committed) for statistics in found) / rounds if rounds else None
