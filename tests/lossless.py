@@ -77,9 +77,9 @@ def assert_same(pair: Pair) -> None:
         assert_close(getattr(pair.plain, name), getattr(pair.ours, name), name)
 
 
-#: Float32 adds up a block in another order than single tokens. The wide initial weights of the tiny targets amplify that
-#: to 1e-4 of the largest value at most (attention behind a softmax); a value of another position is off by about as much as
-#: the largest value itself.
+#: Float32 adds up a block in another order than single tokens. The wide initial weights of the tiny targets amplify
+#: that to 1e-4 of the largest value at most (attention behind a softmax); a value of another position is off by about
+#: as much as the largest value itself.
 ROUNDING = 5e-4
 
 

@@ -41,7 +41,7 @@ class GrowingBuffer:
             keep: how many of the earlier entries must stay readable, when room has to be made; None keeps them all.
         """
         count = new.shape[-2]
-        if self._storage is None or self._end + count > self._storage.shape[-2]:
+        if not self._is_writable() or self._end + count > self._storage.shape[-2]:
             self._make_room(new, len(self) if keep is None else min(keep, len(self)))
         self._storage.narrow(-2, self._end, count).copy_(new)
         self._end += count
@@ -59,6 +59,11 @@ class GrowingBuffer:
         """Memory that the storage holds, in bytes."""
         return 0 if self._storage is None else self._storage.numel() * self._storage.element_size()
 
+    def _is_writable(self) -> bool:
+        """Whether there is storage that may be written here: what `torch.inference_mode` allocated may only be read
+        outside of it, so a later turn without it moves the entries to storage of its own."""
+        return self._storage is not None and (torch.is_inference_mode_enabled() or not self._storage.is_inference())
+
     def _make_room(self, new: torch.Tensor, kept: int) -> None:
         """Bring the last `kept` entries to the front, of this storage or of a larger one, so that `new` fits behind
         them."""
@@ -67,7 +72,7 @@ class GrowingBuffer:
         first_kept = self._end - kept
         # Moving down is safe only where source and destination do not overlap: 6 kept of 16 move from 10..15 to 0..5,
         # but 10 kept of 16 would move from 6..15 to 0..9.
-        if needed <= capacity and first_kept >= kept:
+        if needed <= capacity and first_kept >= kept and self._is_writable():
             storage = self._storage
         else:
             capacity = max(needed, min(self._ceiling, max(2 * needed, FIRST_CAPACITY)))
