@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoConfig
 
 from hf_dflash.configuration_dflash import DFlashConfig
@@ -118,7 +119,7 @@ def _describe(checkpoint: Checkpoint, inspection: Inspection) -> None:
 def _read_target(target: str | Path, inspection: Inspection) -> TargetFacts | None:
     try:
         facts = TargetFacts.of_config(str(target), AutoConfig.from_pretrained(target))
-    except (OSError, ValueError, AttributeError) as error:
+    except (OSError, ValueError, AttributeError, StrictDataclassError) as error:
         inspection.problems.append(f"The configuration of the target {target} cannot be read: {error}")
         return None
     inspection.target = {

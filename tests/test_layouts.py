@@ -1,0 +1,432 @@
+"""Published layouts: recognised, read into the canonical form, or refused by name."""
+
+import copy
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hf_dflash.configuration_dflash import DFlashConfig
+from hf_dflash.errors import CheckpointError
+from hf_dflash.layouts import LAYOUTS, read, recognise, to_canonical, unsupported_family
+
+CONFIGS = Path(__file__).parent / "data" / "configs"
+S, F = "sliding_attention", "full_attention"
+HEADS = (32, 8, 128)
+
+
+def fixture(name: str, **changes: Any) -> dict[str, Any]:
+    """A published `config.json`; a change to None removes the key, one to `nested__key` goes into `dflash_config`."""
+    raw = json.loads((CONFIGS / f"{name}.json").read_text(encoding="utf-8"))
+    for key, value in changes.items():
+        place, key = (raw["dflash_config"], key.removeprefix("nested__")) if key.startswith("nested__") else (raw, key)
+        if value is None:
+            place.pop(key, None)
+        else:
+            place[key] = value
+    return raw
+
+
+def refusal(raw: dict[str, Any], shapes: dict | None = None) -> str:
+    with pytest.raises(CheckpointError) as caught:
+        to_canonical(raw, shapes)
+    return str(caught.value)
+
+
+# name: layout, block, mask, taps, layers, hidden, heads q/kv/dim, theta, window, causal, target depth
+PUBLISHED = {
+    "qwen3-8b-dflash-b16": ("z-lab", 16, 151669, [1, 9, 17, 25, 33], [F] * 5, 4096, HEADS, 1e6, None, False, 36),
+    "qwen3-4b-dflash-b16": ("z-lab", 16, 151669, [1, 9, 17, 25, 33], [F] * 5, 2560, HEADS, 1e6, None, False, 36),
+    "qwen3.5-4b-dflash-old": ("z-lab", 16, 248070, [1, 8, 15, 22, 29], [F] * 5, 2560, HEADS, 1e7, None, False, 32),
+    "qwen3.5-4b-dflash": (
+        "z-lab-nested", 16, 248070, [1, 8, 15, 22, 29], [F] * 5, 2560, HEADS, 1e7, None, False, 32,
+    ),
+    "qwen3.5-35b-a3b-dflash": (
+        "z-lab", 16, 248070, [1, 10, 19, 28, 37], [F] * 8, 2048, (32, 4, 128), 1e7, None, False, 40,
+    ),
+    "qwen3.5-122b-a10b-dflash": (
+        "z-lab-nested", 16, 248077, [1, 7, 14, 20, 26, 32, 39, 45], [S] * 5 + [F], 3072, HEADS, 1e7, 4096, True, 48,
+    ),
+    "qwen3.6-27b-dflash": (
+        "z-lab-nested", 16, 248070, [1, 16, 31, 46, 61], [S] * 4 + [F], 5120, HEADS, 1e7, 2048, True, 64,
+    ),
+    "qwen3.8-27b-dflash2": (
+        "dflash2", 8, 248070, [5, 19, 33, 47, 61], [S] * 5, 5120, HEADS, 1e7, 2048, False, 64,
+    ),
+    "muse-glimmer-30b-assistant": (
+        "muse", 16, 201818, [1, 13, 25, 37, 49], [S] * 5, 6656, HEADS, 5e5, 2048, False, None,
+    ),
+    "kimi-k2.5-dflash": (
+        "z-lab", 8, 163838, [1, 12, 24, 35, 47, 58], [F] * 6, 7168, (64, 8, 128), 5e4, None, False, 61,
+    ),
+    "gpt-oss-20b-dflash": ("z-lab", 8, 200000, [1, 6, 11, 16, 21], [F] * 8, 2880, (64, 8, 64), 1.5e5, None, False, 24),
+    "minimax-m2.5-dflash": (
+        "z-lab-nested", 16, 200061, [1, 15, 30, 44, 59], [F] * 5, 3072, HEADS, 5e6, None, False, 62,
+    ),
+    "modelopt-qwen3-8b-dflash": (
+        "modelopt", 8, 151669, [1, 9, 17, 25, 33], [S] * 5, 4096, HEADS, 1e6, 2048, False, 36,
+    ),
+    "speculators-qwen3-8b-dflash": (
+        "speculators", 8, 151669, [1, 9, 17, 25, 33], [F] * 5, 4096, HEADS, 1e6, None, False, None,
+    ),
+    "speculators-qwen3-8b-dflash2": (
+        "speculators", 8, 151669, [1, 9, 17, 25, 33], [S] * 5, 4096, HEADS, 1e6, 2048, False, None,
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_published_configuration(name):
+    layout, block, mask, taps, types, hidden, heads, theta, window, causal, depth = PUBLISHED[name]
+    raw = fixture(name)
+    before = copy.deepcopy(raw)
+    config = to_canonical(raw)
+    assert raw == before
+    assert recognise(raw).name == config.source_layout == layout
+    assert (config.block_size, config.mask_token_id, config.target_layer_ids) == (block, mask, taps)
+    assert (config.layer_types, config.num_hidden_layers, config.hidden_size) == (types, len(types), hidden)
+    assert (config.num_attention_heads, config.num_key_value_heads, config.head_dim) == heads
+    assert config.rope_parameters["rope_theta"] == theta
+    assert config.sliding_window == window
+    assert config.layer_causal == [causal and kind == S for kind in types]
+    assert config.target_num_hidden_layers == depth
+    assert config.target_vocab_size == config.vocab_size
+    assert config.dflash_version == (2 if "dflash2" in name else 1)
+    assert DFlashConfig(**config.to_dict()).to_dict() == config.to_dict()
+
+
+def test_every_fixture_is_tested():
+    assert {path.stem for path in CONFIGS.glob("*.json")} == {*PUBLISHED, "laguna-xs-2.1-dflash"}
+    assert {layout.name for layout in LAYOUTS} == {entry[0] for entry in PUBLISHED.values()} | {"canonical"}
+
+
+def test_dflash_2_values():
+    for name in ("qwen3.8-27b-dflash2", "speculators-qwen3-8b-dflash2"):
+        config = to_canonical(fixture(name))
+        assert (config.conv_kernel_size, config.conv_group_size) == (2, 16)
+        assert (config.selector_rank, config.selector_top_k) == (256, 16)
+        assert config.draft_vocab_size is None
+
+
+def test_yarn_values_reach_the_canonical_form():
+    kimi = to_canonical(fixture("kimi-k2.5-dflash")).rope_parameters
+    assert kimi == {
+        "rope_type": "yarn",
+        "rope_theta": 50000.0,
+        "factor": 64.0,
+        "original_max_position_embeddings": 4096,
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+        "mscale": 1.0,
+        "mscale_all_dim": 1.0,
+    }
+    oss = to_canonical(fixture("gpt-oss-20b-dflash")).rope_parameters
+    assert (oss["rope_type"], oss["factor"], oss["truncate"], oss["rope_theta"]) == ("yarn", 32.0, False, 150000)
+
+
+def test_speculators_names_its_target_and_its_vocabulary():
+    config = to_canonical(fixture("speculators-qwen3-8b-dflash"))
+    assert config.target_name_or_path == "Qwen/Qwen3-8B"
+    assert (config.draft_vocab_size, config.vocab_size) == (32000, 151936)
+
+
+# --- where a key may stand -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("key", "nested", "top"), [("block_size", 8, 16), ("mask_token_id", 5, 6)])
+def test_a_nested_key_wins_over_a_top_level_one_and_null_counts_as_absent(key, nested, top):
+    both = fixture("qwen3-8b-dflash-b16", **{f"nested__{key}": nested, key: top})
+    assert getattr(to_canonical(both), key) == nested
+    both["dflash_config"][key] = None
+    assert getattr(to_canonical(both), key) == top
+
+
+def test_each_key_is_looked_up_for_itself():
+    raw = fixture("qwen3-8b-dflash-b16", nested__block_size=4, nested__mask_token_id=None, mask_token_id=9)
+    config = to_canonical(raw)
+    assert (config.block_size, config.mask_token_id) == (4, 9)
+
+
+@pytest.mark.parametrize(
+    ("is_causal", "causal", "expected"),
+    [
+        (None, None, [True] * 4 + [False]),
+        (None, False, [False] * 5),
+        (True, False, [True] * 5),
+        (False, True, [False] * 5),
+    ],
+)
+def test_causality_comes_from_is_causal_then_causal_then_the_layer_type(is_causal, causal, expected):
+    raw = fixture("qwen3.6-27b-dflash", is_causal=is_causal, nested__causal=causal)
+    assert to_canonical(raw).layer_causal == expected
+
+
+def test_without_a_list_layers_slide_from_max_window_layers_on():
+    raw = fixture("qwen3.6-27b-dflash", layer_types=None, max_window_layers=3)
+    assert to_canonical(raw).layer_types == [F, F, F, S, S]
+    raw = fixture("qwen3.6-27b-dflash", layer_types=None, use_sliding_window=False)
+    assert to_canonical(raw).layer_types == [F] * 5
+
+
+def test_a_window_that_no_layer_uses_is_left_out():
+    assert to_canonical(fixture("qwen3-8b-dflash-b16", sliding_window=4096)).sliding_window is None
+
+
+def test_model_optimizers_own_window_wins():
+    raw = fixture("modelopt-qwen3-8b-dflash", sliding_window=4096)
+    assert to_canonical(raw).sliding_window == 2048
+    raw["dflash_config"]["causal"] = True
+    assert to_canonical(raw).layer_causal == [True] * 5
+
+
+@pytest.mark.parametrize(("free", "expected"), [(None, True), (False, True), (True, False)])
+def test_speculators_sliding_layers_are_causal_unless_the_key_frees_them(free, expected):
+    raw = fixture("speculators-qwen3-8b-dflash", sliding_window_non_causal=free)
+    raw["transformer_layer_config"] |= {"layer_types": [S] * 4 + [F], "sliding_window": 2048}
+    assert to_canonical(raw).layer_causal == [expected] * 4 + [False]
+
+
+def test_speculators_dflash_2_is_bidirectional_by_default():
+    raw = fixture("speculators-qwen3-8b-dflash2", sliding_window_non_causal=None)
+    assert to_canonical(raw).layer_causal == [False] * 5
+
+
+def test_a_soft_cap_of_0_is_none():
+    assert (
+        to_canonical(fixture("qwen3-8b-dflash-b16", nested__final_logit_softcapping=0)).final_logit_softcapping is None
+    )
+    raw = fixture("qwen3-8b-dflash-b16", nested__final_logit_softcapping=30.0, nested__output_multiplier=0.5)
+    config = to_canonical({**raw, "input_embedding_scale": 2.0})
+    assert config.final_logit_softcapping == 30.0
+    assert (config.output_multiplier, config.input_embedding_scale) == (0.5, 2.0)
+
+
+# --- RoPE ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("rope", "theta"),
+    [
+        ({"rope_parameters": {"rope_theta": 1.0}, "rope_scaling": {"rope_theta": 2.0}, "rope_theta": 3.0}, 1.0),
+        ({"rope_parameters": {"rope_type": "default"}, "rope_scaling": {"rope_theta": 2.0}, "rope_theta": 3.0}, 2.0),
+        ({"rope_parameters": {"rope_type": "default"}, "rope_scaling": None, "rope_theta": 3.0}, 3.0),
+        ({"rope_parameters": {"rope_theta": None}, "rope_theta": 3.0}, 3.0),
+    ],
+)
+def test_theta_comes_from_parameters_then_scaling_then_top_level(rope, theta):
+    raw = {**fixture("qwen3-8b-dflash-b16", rope_theta=None, rope_scaling=None), **rope}
+    assert to_canonical(raw).rope_parameters == {"rope_type": "default", "rope_theta": theta}
+
+
+def test_theta_at_top_level_while_rope_parameters_holds_the_rest():
+    raw = fixture("kimi-k2.5-dflash", rope_scaling=None)
+    raw["rope_parameters"] = {"rope_type": "yarn", "factor": 64.0, "original_max_position_embeddings": 4096}
+    assert to_canonical(raw).rope_parameters == {**raw["rope_parameters"], "rope_theta": 50000.0}
+
+
+def test_no_yarn_where_the_configuration_says_null():
+    assert to_canonical(fixture("qwen3-8b-dflash-b16")).rope_parameters == {
+        "rope_type": "default",
+        "rope_theta": 1000000,
+    }
+
+
+def test_m_rope_keys_are_left_out():
+    raw = fixture("qwen3.5-4b-dflash")
+    raw["rope_parameters"] |= {"mrope_section": [11, 11, 10], "mrope_interleaved": True, "partial_rotary_factor": 0.25}
+    assert to_canonical(raw).rope_parameters == {"rope_type": "default", "rope_theta": 10000000}
+    raw["rope_parameters"]["rope_type"] = "mrope"
+    assert to_canonical(raw).rope_parameters["rope_type"] == "default"
+
+
+def test_a_missing_theta_names_every_place():
+    message = refusal(fixture("qwen3-8b-dflash-b16", rope_theta=None))
+    assert "`rope_theta` is missing" in message
+    assert "`rope_parameters.rope_theta` and `rope_scaling.rope_theta` and `rope_theta` (top level)" in message
+
+
+def test_one_rope_for_all_layers():
+    default, other = {"rope_theta": 1e6, "rope_type": "default"}, {"rope_theta": 1e4, "rope_type": "default"}
+    raw = fixture("qwen3.6-27b-dflash", rope_parameters={F: default, S: default})
+    assert to_canonical(raw).rope_parameters == default
+    raw["rope_parameters"][S] = other
+    assert "`rope_parameters` gives full_attention and sliding_attention layers different values" in refusal(raw)
+    raw["layer_types"] = [S] * 5
+    assert to_canonical(raw).rope_parameters == other
+
+
+def test_rope_options_that_are_not_known_are_refused():
+    message = refusal(fixture("kimi-k2.5-dflash", rope_scaling={"type": "yarn", "factor": 2.0, "twist": 3}))
+    assert "`rope_scaling.twist` (3) is a RoPE option that is not known here" in message
+    assert "`original_max_position_embeddings` is missing" in message
+
+
+def test_partly_turned_heads_are_refused_where_they_may_have_been_trained():
+    raw = fixture("speculators-qwen3-8b-dflash")
+    raw["transformer_layer_config"]["rope_parameters"]["partial_rotary_factor"] = 0.25
+    message = refusal(raw)
+    assert "`transformer_layer_config.rope_parameters.partial_rotary_factor` is 0.25" in message
+
+
+# --- refusals --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("key", ["block_size", "mask_token_id", "target_layer_ids"])
+def test_a_missing_key_names_both_places(key):
+    raw = fixture("qwen3-8b-dflash-b16", **{key: None, f"nested__{key}": None})
+    message = refusal(raw)
+    assert f"`{key}` is missing: looked for it in `dflash_config.{key}` and `{key}` (top level)" in message
+
+
+def test_a_wrong_value_names_its_place():
+    assert "found '16' (str) in `block_size` (top level)" in refusal(fixture("qwen3-8b-dflash-b16", block_size="16"))
+    assert "in `dflash_config.block_size`" in refusal(fixture("qwen3.5-4b-dflash", nested__block_size=1))
+    assert "in `dflash_config.target_layer_ids`" in refusal(
+        fixture("qwen3.5-4b-dflash", nested__target_layer_ids=[1, 1])
+    )
+
+
+def test_speculators_taps_are_named_by_their_own_key():
+    message = refusal(fixture("speculators-qwen3-8b-dflash", aux_hidden_state_layer_ids=None))
+    assert "`target_layer_ids` is missing: looked for it in `aux_hidden_state_layer_ids` (top level)" in message
+    # Id 0 is the embedding, which is no decoder layer's output.
+    message = refusal(fixture("speculators-qwen3-8b-dflash", aux_hidden_state_layer_ids=[0, 10]))
+    assert "found [-1, 9] in `aux_hidden_state_layer_ids` (top level), each minus 1" in message
+
+
+def test_a_window_is_looked_for_under_both_names():
+    message = refusal(fixture("qwen3.6-27b-dflash", sliding_window=None))
+    assert "`sliding_window` is missing" in message
+    assert "`dflash_config.swa_window_size`" in message and "`sliding_window` (top level)" in message
+
+
+def test_taps_must_fit_the_inputs_of_fc():
+    message = refusal(fixture("qwen3-8b-dflash-b16"), {"fc.weight": (4096, 4 * 4096)})
+    assert "5 taps of width 4096 make 20480 inputs, but `fc.in_features` is 16384 (4 taps)" in message
+    message = refusal(fixture("qwen3-8b-dflash-b16"), {"fc.weight": (4096, 20000)})
+    assert "no whole number of taps" in message
+
+
+def test_taps_beyond_the_targets_depth():
+    message = refusal(fixture("qwen3-8b-dflash-b16", nested__target_layer_ids=[1, 36]))
+    assert "layers of a target with 36 layers, 0 to 35" in message
+
+
+@pytest.mark.parametrize("key", ["conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k"])
+def test_a_missing_dflash_2_key_is_named(key):
+    assert f"`{key}` is missing: looked for it in `dflash_config.{key}`" in refusal(
+        fixture("qwen3.8-27b-dflash2", **{f"nested__{key}": None})
+    )
+
+
+def test_selector_keys_without_the_dflash_2_architecture_are_not_ignored():
+    message = refusal(fixture("qwen3.8-27b-dflash2", architectures=["DFlashDraftModel"]))
+    assert "`selector_rank` must be null in a DFlash 1 draft" in message
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "meaning"),
+    [
+        ("attention_sink_bias", True, "attention sinks"),
+        ("add_swa_attention_sink_bias", True, "attention sinks"),
+        ("is_neox_style", False, "interleaved RoPE"),
+        ("rope_interleave", True, "interleaved RoPE"),
+        ("use_aux_hidden_state", False, "does not read the target's layers"),
+        ("sample_from_anchor", True, "anchor's own position"),
+        ("shift_label", True, "shifted by one"),
+        ("norm_before_fc", True, "norm in front of `fc`"),
+        ("logit_scale", 0.5, "logit scale"),
+        ("quantization_config", {"quant_method": "gptq"}, "quantised draft weights"),
+    ],
+)
+@pytest.mark.parametrize("name", ["qwen3-8b-dflash-b16", "speculators-qwen3-8b-dflash"])
+def test_options_that_cannot_be_honoured_are_refused_by_name(name, key, value, meaning):
+    message = refusal({**fixture(name), key: value})
+    assert f"`{key}` (top level) is {value!r}" in message and meaning in message
+
+
+@pytest.mark.parametrize("value", [None, False])
+def test_an_option_at_its_harmless_value_passes(value):
+    assert to_canonical(fixture("qwen3-8b-dflash-b16") | {"sample_from_anchor": value, "is_neox_style": True})
+
+
+@pytest.mark.parametrize(
+    ("family", "raw"),
+    [
+        ("Domino", fixture("speculators-qwen3-8b-dflash", projector_type="domino")),
+        ("Domino", fixture("qwen3-8b-dflash-b16", nested__projector_type="domino")),
+        ("DSpark", fixture("speculators-qwen3-8b-dflash", speculators_model_type="dspark")),
+        ("DSpark", fixture("qwen3-8b-dflash-b16", architectures=["Qwen3DSparkModel"])),
+        ("DSpark", fixture("qwen3-8b-dflash-b16", nested__markov_rank=256)),
+        ("LiLiCorr", fixture("qwen3-8b-dflash-b16", architectures=["LiLiCorrDraftModel"])),
+        ("Laguna", fixture("laguna-xs-2.1-dflash")),
+        ("MiMo", fixture("qwen3-8b-dflash-b16", model_type="mimo_v2")),
+    ],
+)
+def test_relatives_are_refused_by_name(family, raw):
+    assert unsupported_family(raw) == family
+    assert recognise(raw) is None
+    message = refusal(raw)
+    assert message.startswith(f"This is a {family} draft") and "not supported yet" in message
+
+
+@pytest.mark.parametrize(
+    "raw",
+    [
+        {"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"], "hidden_size": 64},
+        {"model_type": "laguna", "architectures": ["LagunaForCausalLM"]},
+        {"speculators_model_type": "eagle3", "architectures": ["Eagle3Speculator"]},
+        {"model_type": "dflash"},
+        {},
+    ],
+)
+def test_an_ordinary_model_is_no_draft(raw):
+    assert recognise(raw) is None
+    message = refusal(raw)
+    assert "This is no DFlash draft" in message and "`dflash_config`" in message
+
+
+@pytest.mark.parametrize(("key", "special"), [("eos_token_id", 151669), ("pad_token_id", [1, 151669])])
+def test_a_mask_token_that_is_a_special_token_is_a_warning(key, special):
+    _, reading = read(fixture("qwen3-8b-dflash-b16", **{key: special}))
+    assert reading.all_problems() == []
+    (warning,) = reading.warnings
+    assert f"`mask_token_id` (151669) is also `{key}`" in warning
+    assert read(fixture("qwen3-8b-dflash-b16"))[1].warnings == []
+
+
+# --- tensors ---------------------------------------------------------------------------------------------------------
+
+
+def layout_named(name: str):
+    return next(layout for layout in LAYOUTS if layout.name == name)
+
+
+def test_tensor_names():
+    muse, speculators, z_lab = layout_named("muse"), layout_named("speculators"), layout_named("z-lab")
+    assert muse.rename("encoder.fc.weight") == "fc.weight"
+    assert muse.rename("encoder.output_norm_enc.weight") == "hidden_norm.weight"
+    assert muse.rename("layers.0.self_attn.q_proj.weight") == "layers.0.self_attn.q_proj.weight"
+    assert [speculators.rename(name) for name in ("t2d", "verifier_norm.weight", "verifier_lm_head.weight")] == [
+        None
+    ] * 3
+    assert [speculators.rename(name) for name in ("d2t", "lm_head.weight")] == ["d2t", "lm_head.weight"]
+    # Only speculators' own files have such tensors; elsewhere they are unexpected and must be reported.
+    assert z_lab.rename("t2d") == "t2d"
+    selector = "candidate_selector.predecessor_codebook"
+    assert z_lab.rename(selector) == z_lab.rename(f"{selector}.weight") == selector
+    assert z_lab.rename("rotary_emb.inv_freq") is None
+
+
+def test_own_embeddings_and_own_heads_are_seen_in_the_tensors():
+    raw = fixture("qwen3-8b-dflash-b16")
+    config = to_canonical(raw, {"embed_tokens.weight": (151936, 4096), "lm_head.weight": (151936, 4096)})
+    assert config.own_embeddings and config.draft_vocab_size == 151936
+    config = to_canonical(raw, {"norm.weight": (4096,)})
+    assert not config.own_embeddings and config.draft_vocab_size is None
+
+
+def test_an_own_vocabulary_needs_an_own_head():
+    message = refusal(fixture("speculators-qwen3-8b-dflash"), {"norm.weight": (4096,)})
+    assert "`draft_vocab_size` is 32000, but the checkpoint has no `lm_head.weight`" in message
