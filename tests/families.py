@@ -60,6 +60,8 @@ class Family:
         kinds: cache kinds of its layers: full, sliding, chunked, delta, conv, mamba, mamba2, kda, hybrid, shared.
         initializer_range: spread of the initial weights, chosen so that greedy text is varied.
         since: the first transformers version that has the family.
+        clamped: whether its mixers clamp the step sizes of several tokens read together, and not those of one; `build`
+            switches that off, since hf_dflash refuses it.
     """
 
     model_class: str
@@ -68,6 +70,7 @@ class Family:
     kinds: tuple[str, ...] = ("full",)
     initializer_range: float = 0.4
     since: str = "5.17"
+    clamped: bool = False
 
     @property
     def available(self) -> bool:
@@ -81,7 +84,11 @@ class Family:
         for part in {id(c): c for c in (config, config.get_text_config(decoder=True))}.values():
             part.initializer_range = self.initializer_range
         torch.manual_seed(seed)
-        return getattr(transformers, self.model_class)(config).to(torch.float32).eval()
+        model = getattr(transformers, self.model_class)(config).to(torch.float32).eval()
+        if self.clamped:
+            for mixer in (module for module in model.modules() if hasattr(module, "time_step_limit")):
+                mixer.time_step_limit = (0.0, float("inf"))
+        return model
 
 
 ATTENTION_FAMILIES = {
@@ -159,4 +166,127 @@ ATTENTION_FAMILIES = {
     ),
 }
 
-FAMILIES: dict[str, Family] = {name: family for name, family in {**ATTENTION_FAMILIES}.items() if family.available}
+MOSTLY_LINEAR = ["linear_attention", "linear_attention", "full_attention", "linear_attention"]
+DELTA = {
+    "layer_types": MOSTLY_LINEAR,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_conv_kernel_dim": 4,
+}
+DELTA_MOE = dict(MOE, **DELTA, shared_expert_intermediate_size=48, num_experts=4)
+CONV = {"layer_types": ["conv", "conv", "full_attention", "conv"], "conv_L_cache": 3, "block_multiple_of": 8}
+#: Mamba-2 sizes under the names that Bamba, Falcon-H1 and Granite share. The chunk is shorter than the prompts.
+MAMBA2 = {
+    "mamba_n_heads": 8,
+    "mamba_n_groups": 2,
+    "mamba_d_state": 8,
+    "mamba_d_head": 16,
+    "mamba_d_conv": 4,
+    "mamba_expand": 2,
+    "mamba_chunk_size": 8,
+}
+
+RECURRENT_FAMILIES = {
+    "qwen3_next": Family("Qwen3NextForCausalLM", "Qwen3NextConfig", DELTA_MOE, ("delta", "full")),
+    "qwen3_5": Family("Qwen3_5ForCausalLM", "Qwen3_5TextConfig", dict(DENSE, **DELTA), ("delta", "full")),
+    "qwen3_5_moe": Family("Qwen3_5MoeForCausalLM", "Qwen3_5MoeTextConfig", DELTA_MOE, ("delta", "full")),
+    "olmo_hybrid": Family("OlmoHybridForCausalLM", "OlmoHybridConfig", dict(DENSE, **DELTA), ("delta", "full")),
+    "kimi_linear": Family(
+        "KimiLinearForCausalLM",
+        "KimiLinearConfig",
+        dict(
+            DEEPSEEK,
+            q_lora_rank=None,
+            layer_types=MOSTLY_LINEAR,
+            num_local_experts=4,
+            linear_head_dim=16,
+            linear_num_heads=4,
+        ),
+        ("kda", "full"),
+    ),
+    "lfm2": Family("Lfm2ForCausalLM", "Lfm2Config", dict(DENSE, **CONV), ("conv", "full")),
+    "lfm2_moe": Family(
+        "Lfm2MoeForCausalLM",
+        "Lfm2MoeConfig",
+        dict(MOE, **CONV, num_experts=4, num_dense_layers=1),
+        ("conv", "full"),
+    ),
+    "mamba": Family("MambaForCausalLM", "MambaConfig", dict(BASE, state_size=8, conv_kernel=4, expand=2), ("mamba",)),
+    "mamba2": Family(
+        "Mamba2ForCausalLM",
+        "Mamba2Config",
+        dict(BASE, state_size=8, conv_kernel=4, expand=2, num_heads=8, head_dim=16, n_groups=2, chunk_size=8),
+        ("mamba2",),
+    ),
+    "jamba": Family(
+        "JambaForCausalLM",
+        "JambaConfig",
+        dict(DENSE, num_experts=2, attn_layer_period=4, attn_layer_offset=2, mamba_d_state=8, mamba_dt_rank=4),
+        ("mamba", "full"),
+    ),
+    "bamba": Family(
+        "BambaForCausalLM", "BambaConfig", dict(DENSE, **MAMBA2, attn_layer_indices=[2]), ("mamba2", "full")
+    ),
+    "granitemoehybrid": Family(
+        "GraniteMoeHybridForCausalLM",
+        "GraniteMoeHybridConfig",
+        dict(
+            DENSE,
+            **MAMBA2,
+            layer_types=MOSTLY_LINEAR,
+            num_local_experts=4,
+            num_experts_per_tok=2,
+            shared_intermediate_size=48,
+        ),
+        ("mamba2", "full"),
+    ),
+    "falcon_h1": Family(
+        "FalconH1ForCausalLM", "FalconH1Config", dict(DENSE, **MAMBA2, mamba_d_ssm=128), ("hybrid", "mamba2", "full")
+    ),
+    "nemotron_h": Family(
+        "NemotronHForCausalLM",
+        "NemotronHConfig",
+        dict(
+            DENSE,
+            layers_block_type=["linear_attention", "mlp", "full_attention", "linear_attention", "moe"],
+            mamba_num_heads=8,
+            mamba_head_dim=16,
+            n_groups=2,
+            ssm_state_size=8,
+            conv_kernel=4,
+            chunk_size=8,
+            n_routed_experts=4,
+            num_experts_per_tok=2,
+            moe_intermediate_size=48,
+            moe_shared_expert_intermediate_size=48,
+            n_group=1,
+            topk_group=1,
+        ),
+        ("mamba2", "full"),
+        clamped=True,
+    ),
+    "zamba2": Family(
+        "Zamba2ForCausalLM",
+        "Zamba2Config",
+        dict(
+            BASE,
+            intermediate_size=96,
+            layers_block_type=["linear_attention", "hybrid", "linear_attention", "hybrid"],
+            num_mem_blocks=1,
+            mamba_d_state=8,
+            n_mamba_heads=8,
+            mamba_ngroups=2,
+            chunk_size=8,
+            adapter_rank=8,
+        ),
+        ("hybrid", "mamba2", "full"),
+        initializer_range=0.2,
+        clamped=True,
+    ),
+}
+
+FAMILIES: dict[str, Family] = {
+    name: family for name, family in {**ATTENTION_FAMILIES, **RECURRENT_FAMILIES}.items() if family.available
+}

@@ -6,23 +6,28 @@ comparison of two final caches.
 Does not know: families, drafts, `generate`.
 """
 
+import inspect
 from collections.abc import Iterable, Iterator
 
 import torch
-import transformers
-from packaging.version import Version
 from transformers import DynamicCache, PreTrainedModel
 
 from hf_dflash.cache import TargetCache
 
-#: `past_key_values` became `cache` in 5.24.
-CACHE_ARGUMENT = "cache" if Version(transformers.__version__).release >= (5, 24) else "past_key_values"
+#: Names of the cache argument: the first since transformers 5.24, the others before.
+CACHE_ARGUMENTS = ("cache", "past_key_values", "cache_params")
 
 
 @torch.no_grad()
 def forward(model: PreTrainedModel, ids: torch.Tensor, cache: DynamicCache, **inputs) -> torch.Tensor:
     """Logits `(batch, n, vocab)` of one forward that reads `ids` behind what is in `cache`."""
-    return model(input_ids=ids, use_cache=True, **{CACHE_ARGUMENT: cache}, **inputs).logits
+    accepted = inspect.signature(model.forward).parameters
+    name = next(name for name in CACHE_ARGUMENTS if name in accepted)
+    if "position_ids" in accepted:
+        # Some families count from 0 in every forward unless they are told; `generate` tells them.
+        start = cache.get_seq_length()
+        inputs["position_ids"] = torch.arange(start, start + ids.shape[1])[None]
+    return model(input_ids=ids, use_cache=True, **{name: cache}, **inputs).logits
 
 
 def decode_plainly(model: PreTrainedModel, prompt: torch.Tensor, steps: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -74,7 +79,7 @@ def read_in_blocks(
             (commit or TargetCache.commit)(target_cache, torch.tensor([count]), block.shape[1])
             seen.append(logits[0, :count])
             position += count
-        assert target_cache.get_seq_length() == length - 1
+        assert target_cache.get_seq_length() in (length - 1, None)
     return torch.cat(seen), cache
 
 

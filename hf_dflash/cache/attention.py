@@ -8,7 +8,7 @@ Does not know: masks, positions, other layer kinds.
 import torch
 from transformers.cache_utils import DynamicLayer
 
-from .block_layer import BlockLayer, same_for_all_rows
+from .block_layer import BlockLayer, LayerPlan, same_for_all_rows
 from .buffer import GrowingBuffer
 
 
@@ -17,19 +17,18 @@ class FullAttentionLayer(BlockLayer, DynamicLayer):
 
     Args:
         original: the caller's layer, whose entries (if any) are copied; its tensors are never written.
-        max_length: the most tokens that the call can commit.
-        block_size: the most tokens that one verify forward reads.
+        plan: the sizes that the call can reach.
     """
 
-    def __init__(self, original: DynamicLayer, *, max_length: int, block_size: int):
+    def __init__(self, original: DynamicLayer, plan: LayerPlan):
         DynamicLayer.__init__(self)
         self.original = original
-        self._key_buffer = GrowingBuffer(max_length + block_size)
-        self._value_buffer = GrowingBuffer(max_length + block_size)
+        self._key_buffer = GrowingBuffer(plan.max_length + plan.block_size)
+        self._value_buffer = GrowingBuffer(plan.max_length + plan.block_size)
         self._committed = 0
         if original.is_initialized and original.get_seq_length() > 0:
-            self.update(original.keys, original.values)
-            self.begin_block()
+            FullAttentionLayer.update(self, original.keys, original.values)
+            FullAttentionLayer.begin_block(self)
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args, **kwargs
@@ -56,8 +55,8 @@ class FullAttentionLayer(BlockLayer, DynamicLayer):
         self._committed = self.get_seq_length()
 
     def commit(self, kept: list[int], verified: int) -> None:
-        self.crop(same_for_all_rows(kept) - verified)
-        self.begin_block()
+        FullAttentionLayer.crop(self, same_for_all_rows(kept) - verified)
+        FullAttentionLayer.begin_block(self)
 
     def roll_back(self) -> None:
         self.crop(self._committed - self.get_seq_length())

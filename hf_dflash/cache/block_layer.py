@@ -6,16 +6,40 @@ Does not know: any layer kind.
 """
 
 from abc import ABC, abstractmethod
+from dataclasses import dataclass
+
+from torch import nn
+from transformers import Cache
 
 from ..errors import UnsupportedOptionError
+
+
+@dataclass(frozen=True)
+class LayerPlan:
+    """What a layer must know to be built.
+
+    Attributes:
+        max_length: the most tokens that the call can commit.
+        block_size: the most tokens that one verify forward reads.
+        cache: the cache that the layer is part of; a forward that carries it is one of this call's.
+        mixer: the module that reads and writes the layer's recurrent state; None for attention alone.
+    """
+
+    max_length: int
+    block_size: int
+    cache: Cache
+    mixer: nn.Module | None
 
 
 class BlockLayer(ABC):
     """One layer of a target's cache, of which a prefix of the last block can be committed.
 
     An implementation also is the transformers layer class of its kind, so the model's forward finds what it knows. It
-    stands in for `original`, the layer object of the caller's cache, until `release`.
+    stands in for `original`, the layer object of the caller's cache, from `start` until `release`.
     """
+
+    def start(self) -> None:  # noqa: B027 (most layers need nothing)
+        """Begin to record what a forward computes, where that is needed. `release` ends it."""
 
     @abstractmethod
     def begin_block(self) -> None:

@@ -9,7 +9,7 @@ import torch
 from transformers.cache_utils import DynamicSlidingWindowLayer
 
 from ..errors import UnsupportedOptionError
-from .block_layer import BlockLayer, same_for_all_rows
+from .block_layer import BlockLayer, LayerPlan, same_for_all_rows
 from .buffer import GrowingBuffer
 
 
@@ -23,13 +23,13 @@ class SlidingAttentionLayer(BlockLayer, DynamicSlidingWindowLayer):
     Args: as `FullAttentionLayer`.
     """
 
-    def __init__(self, original: DynamicSlidingWindowLayer, *, max_length: int, block_size: int):
+    def __init__(self, original: DynamicSlidingWindowLayer, plan: LayerPlan):
         DynamicSlidingWindowLayer.__init__(self, sliding_window=original.sliding_window)
         self.original = original
         # What a block that is rolled back whole leaves behind, and the block.
-        self._kept_at_least = self.sliding_window - 1 + block_size
+        self._kept_at_least = self.sliding_window - 1 + plan.block_size
         # Twice that, so entries move to the front only once in (window - 1 + block) tokens.
-        self._ceiling = min(max_length + block_size, 2 * self._kept_at_least)
+        self._ceiling = min(plan.max_length + plan.block_size, 2 * self._kept_at_least)
         self._key_buffer = GrowingBuffer(self._ceiling)
         self._value_buffer = GrowingBuffer(self._ceiling)
         self._committed = 0
@@ -39,7 +39,7 @@ class SlidingAttentionLayer(BlockLayer, DynamicSlidingWindowLayer):
             kept = self._kept_at_least
             self._append(original.keys[..., -kept:, :], original.values[..., -kept:, :])
             self.cumulative_length = original.cumulative_length
-            self.begin_block()
+            SlidingAttentionLayer.begin_block(self)
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args, **kwargs
@@ -78,8 +78,8 @@ class SlidingAttentionLayer(BlockLayer, DynamicSlidingWindowLayer):
         self._before_long_read = None
 
     def commit(self, kept: list[int], verified: int) -> None:
-        self.crop(same_for_all_rows(kept) - verified)
-        self.begin_block()
+        SlidingAttentionLayer.crop(self, same_for_all_rows(kept) - verified)
+        SlidingAttentionLayer.begin_block(self)
 
     def roll_back(self) -> None:
         if self._before_long_read is not None:
@@ -87,7 +87,7 @@ class SlidingAttentionLayer(BlockLayer, DynamicSlidingWindowLayer):
         self.crop(self._committed - self.cumulative_length)
         if self.is_initialized:
             self._show()
-        self.begin_block()
+        SlidingAttentionLayer.begin_block(self)
 
     def release(self) -> DynamicSlidingWindowLayer:
         if self.is_initialized:

@@ -6,19 +6,36 @@ order enter, begin_block, commit, exit.
 Does not know: how a layer kind rolls back (a file each), the decoding loop, the draft.
 """
 
+from collections import Counter
+
 import torch
+from torch import nn
 from transformers import Cache, DynamicCache, PreTrainedModel, QuantizedCache, StaticCache, cache_utils
-from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
+from transformers.cache_utils import (
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+    LinearAttentionAndFullAttentionLayer,
+    LinearAttentionAndSlidingWindowAttentionLayer,
+    LinearAttentionCacheLayerMixin,
+    LinearAttentionLayer,
+)
 
 from ..errors import UnsupportedOptionError, UnsupportedTargetError
 from .attention import FullAttentionLayer
-from .block_layer import BlockLayer
+from .block_layer import BlockLayer, LayerPlan
+from .facts import tokens_in
+from .hybrid import HybridLayer, HybridSlidingLayer
+from .mixers import mixers_by_layer
+from .recurrent import RecurrentLayer
 from .sliding import SlidingAttentionLayer
 
 #: Stand-ins by the exact class of the layer they replace: a subclass may store what its base does not.
 STAND_INS: dict[type, type[BlockLayer]] = {
     DynamicLayer: FullAttentionLayer,
     DynamicSlidingWindowLayer: SlidingAttentionLayer,
+    LinearAttentionLayer: RecurrentLayer,
+    LinearAttentionAndFullAttentionLayer: HybridLayer,
+    LinearAttentionAndSlidingWindowAttentionLayer: HybridSlidingLayer,
 }
 
 #: Layers that hold nothing (transformers 5.24 has a class for them), so there is nothing to roll back.
@@ -49,15 +66,18 @@ class TargetCache:
         _refuse_other_caches(cache)
         self.cache = cache
         self._model = model
-        self._sizes = {"max_length": max_length, "block_size": block_size}
+        self._max_length = max_length
+        self._block_size = block_size
         self._originals = _all_layers(cache, model)
+        self._layers = self._stand_ins()
+        self._block_layers = [layer for layer in self._layers if isinstance(layer, BlockLayer)]
         self._block_open = False
 
     def __enter__(self) -> "TargetCache":
         self._callers_list = self.cache.layers
-        self._layers = [_stand_in(index, layer, self._sizes) for index, layer in enumerate(self._originals)]
-        self._block_layers = [layer for layer in self._layers if isinstance(layer, BlockLayer)]
         self.cache.layers = self._layers
+        for layer in self._block_layers:
+            layer.start()
         return self
 
     def __exit__(self, exc_type, exc_value, traceback) -> None:
@@ -70,9 +90,32 @@ class TargetCache:
         self._callers_list[:] = layers
         self.cache.layers = self._callers_list
 
-    def get_seq_length(self) -> int:
-        """Tokens read so far, those of an open block included."""
-        return self.cache.get_seq_length()
+    def _stand_ins(self) -> list:
+        """One stand-in per layer that holds a state, in the order of the layers; empty layers stay themselves."""
+        config = self._model.config.get_text_config(decoder=True)
+        layer_types = getattr(config, "layer_types", None) or [None] * len(self._originals)
+        has_states = any(isinstance(layer, LinearAttentionCacheLayerMixin) for layer in self._originals)
+        mixers = mixers_by_layer(self._model) if has_states else {}
+        return [
+            layer if _is_empty(layer, layer_type) else self._stand_in(index, layer, mixers.get(index))
+            for index, (layer, layer_type) in enumerate(zip(self._originals, layer_types, strict=False))
+        ]
+
+    def _stand_in(self, index: int, layer, mixer: nn.Module | None) -> BlockLayer:
+        if type(layer) not in STAND_INS:
+            problem = f"is a {type(layer).__name__}, which hf_dflash cannot roll back exactly"
+        elif mixer is None and isinstance(layer, LinearAttentionCacheLayerMixin):
+            problem = "has a recurrent state, but no module of the target was found that keeps it"
+        else:
+            return STAND_INS[type(layer)](layer, LayerPlan(self._max_length, self._block_size, self.cache, mixer))
+        raise UnsupportedTargetError(
+            f"Layer {index} of the cache of {type(self._model).__name__} {problem}. Generate without a draft. "
+            f"Supported: {', '.join(sorted(kind.__name__ for kind in STAND_INS))}."
+        )
+
+    def get_seq_length(self) -> int | None:
+        """Tokens read so far, those of an open block included; None if no layer counts them (recurrent layers only)."""
+        return tokens_in(self.cache)
 
     def begin_block(self) -> None:
         """What has been read so far is committed. Call before each verify forward."""
@@ -119,24 +162,29 @@ def _all_layers(cache: DynamicCache, model: PreTrainedModel) -> list:
     layers = list(cache.layers)
     if cache.layer_class_to_replicate is not None:
         layers += [cache.layer_class_to_replicate() for _ in range(len(expected) - len(layers))]
-    if len(layers) != len(expected):
+    same = len(layers) == len(expected) and all(
+        isinstance(layer, LinearAttentionCacheLayerMixin) == isinstance(wanted, LinearAttentionCacheLayerMixin)
+        for layer, wanted in zip(layers, expected, strict=True)
+    )
+    if not same:
         raise UnsupportedTargetError(
-            f"The cache has {len(layers)} layers, but {type(model).__name__} needs {len(expected)}. Use the cache of "
-            "an earlier turn on the same model, or DynamicCache(config=model.config)."
+            f"The cache has the layers {_kinds(layers)}, but {type(model).__name__} needs {_kinds(expected)}. Use the "
+            "cache of an earlier turn on the same model, or DynamicCache(config=model.config)."
         )
     return layers
 
 
-def _stand_in(index: int, layer, sizes: dict[str, int]):
-    """The stand-in of one layer object; an empty layer stays itself."""
-    if type(layer) in EMPTY_LAYERS:
-        return layer
-    if type(layer) not in STAND_INS:
-        raise UnsupportedTargetError(
-            f"Layer {index} of the target's cache is a {type(layer).__name__}, which hf_dflash cannot roll back "
-            f"exactly. Supported: {', '.join(sorted(kind.__name__ for kind in STAND_INS))}."
-        )
-    return STAND_INS[type(layer)](layer, **sizes)
+def _kinds(layers: list) -> str:
+    """How many layers there are of each class, for a message."""
+    counts = Counter(type(layer).__name__ for layer in layers)
+    return " + ".join(f"{count} {name}" for name, count in counts.items()) or "none"
+
+
+def _is_empty(layer, layer_type: str | None) -> bool:
+    """Whether a layer never holds anything. Before `DummyLayer`, layers without attention had an unused recurrent
+    one.
+    """
+    return type(layer) in EMPTY_LAYERS or (type(layer) is LinearAttentionLayer and layer_type in ("moe", "mlp"))
 
 
 def _without_unused_end(layers: list) -> list:

@@ -1,0 +1,55 @@
+"""Layers that hold attention and a recurrent state at once (Falcon-H1, Zamba2).
+
+Owns: the joint stand-ins.
+
+Does not know: how either half rolls back.
+"""
+
+from transformers.cache_utils import (
+    LinearAttentionAndFullAttentionLayer,
+    LinearAttentionAndSlidingWindowAttentionLayer,
+)
+
+from .attention import FullAttentionLayer
+from .block_layer import LayerPlan
+from .recurrent import RecurrentLayer
+from .sliding import SlidingAttentionLayer
+
+
+class HybridLayer(RecurrentLayer, FullAttentionLayer):
+    """Full attention and a recurrent state."""
+
+    attention_half: type = FullAttentionLayer
+
+    def __init__(
+        self,
+        original: LinearAttentionAndFullAttentionLayer | LinearAttentionAndSlidingWindowAttentionLayer,
+        plan: LayerPlan,
+    ):
+        self.attention_half.__init__(self, original, plan)
+        RecurrentLayer.__init__(self, original, plan)
+
+    def begin_block(self) -> None:
+        self.attention_half.begin_block(self)
+        RecurrentLayer.begin_block(self)
+
+    def commit(self, kept: list[int], verified: int) -> None:
+        self.attention_half.commit(self, kept, verified)
+        RecurrentLayer.commit(self, kept, verified)
+
+    def roll_back(self) -> None:
+        self.attention_half.roll_back(self)
+        RecurrentLayer.roll_back(self)
+
+    def crop(self, tokens_to_remove: int) -> None:
+        self.attention_half.crop(self, tokens_to_remove)
+
+    def release(self):
+        self.attention_half.release(self)
+        return RecurrentLayer.release(self)
+
+
+class HybridSlidingLayer(HybridLayer, SlidingAttentionLayer):
+    """Sliding attention and a recurrent state."""
+
+    attention_half = SlidingAttentionLayer

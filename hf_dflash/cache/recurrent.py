@@ -1,0 +1,209 @@
+"""Recurrent and convolution layers of the target's cache: a saved state, and the accepted tokens replayed from it.
+
+Owns: the stand-in for transformers' `LinearAttentionLayer`: what is recorded while a block is read, and the choice
+between a replay and running the mixer again.
+
+Does not know: the recurrences (`delta_rule`, `state_space`), attention.
+"""
+
+import torch
+from torch import nn
+from transformers.cache_utils import LinearAttentionLayer
+
+from ..errors import UnsupportedTargetError
+from .block_layer import BlockLayer, LayerPlan, same_for_all_rows
+from .convolution import ConvolutionInputs
+from .delta_rule import ChannelDeltaReplay, DeltaReplay
+from .replay import OutputRecorder, Replay, run_again
+from .state_space import StateSpaceReplay
+
+REPLAYS: tuple[type[Replay], ...] = (DeltaReplay, ChannelDeltaReplay, StateSpaceReplay)
+
+#: A replay is used once it has reproduced what a forward did to the state up to this share of the change. A formula
+#: that is not the layer's is off by its own size; rounding, of bf16 kernels too, stays far below.
+TRUSTED_ERROR = 0.05
+
+
+class RecurrentLayer(BlockLayer, LinearAttentionLayer):
+    """A `LinearAttentionLayer` that assigns its states instead of overwriting them, so the state before a block is
+    kept.
+
+    Args:
+        original: the caller's layer; its tensors are never written.
+        plan: sizes, the cache and the layer's mixer.
+    """
+
+    def __init__(self, original: LinearAttentionLayer, plan: LayerPlan):
+        LinearAttentionLayer.__init__(self, number_of_states=original.number_of_states)
+        self.original = original
+        self._plan = plan
+        self._replay = replay_for(plan.mixer)
+        self._replay_is_trusted = False
+        self._recorder: OutputRecorder | None = None
+        self._handle = None
+        # The mixers then show every token to `update_conv_state`, also one that comes alone.
+        self.record_past = True
+        _copy_states(original, self)
+        self._reading_block = False
+        self._before = self._snapshot()
+        self._forget_block()
+
+    def start(self) -> None:
+        self._handle = self._plan.mixer.register_forward_pre_hook(self._before_mixer, with_kwargs=True)
+        if self._replay is not None:
+            self._recorder = OutputRecorder(self._replay.sources(), self._plan.block_size)
+
+    def update_conv_state(
+        self, conv_states: torch.Tensor, state_idx: int = 0, conv_kernel_size: int | None = None, **kwargs
+    ) -> torch.Tensor:
+        """Read `(batch, channels, n)` inputs; return them behind the earlier ones that the state held."""
+        tokens = conv_states.shape[-1]
+        if not self.is_conv_states_initialized[state_idx]:
+            self.device, self.dtype = conv_states.device, conv_states.dtype
+            self.conv_kernel_size[state_idx] = tokens if conv_kernel_size is None else conv_kernel_size
+            self.is_conv_states_initialized[state_idx] = True
+        width = self.conv_kernel_size[state_idx]
+        if self.has_previous_state[state_idx]:
+            inputs = torch.cat([self.conv_states[state_idx], conv_states], dim=-1)
+        else:
+            inputs = nn.functional.pad(conv_states, (max(width - tokens, 0), 0))
+            self.has_previous_state[state_idx] = True
+        state = inputs[..., -width:]
+        if self._reading_block and conv_kernel_size is not None:
+            self._inputs[state_idx] = ConvolutionInputs(inputs, tokens, width)
+        else:
+            # A view would keep the inputs of a whole prompt alive.
+            state = state.clone()
+        self.conv_states[state_idx] = state
+        return inputs
+
+    def update_recurrent_state(self, recurrent_states: torch.Tensor, state_idx: int = 0, **kwargs) -> torch.Tensor:
+        """Take over the state after a forward, in the precision of the first one."""
+        if self.is_recurrent_states_initialized[state_idx]:
+            recurrent_states = recurrent_states.to(self.recurrent_states[state_idx].dtype)
+        self.recurrent_states[state_idx] = recurrent_states
+        self.is_recurrent_states_initialized[state_idx] = True
+        if self._reading_block and self._recorder is not None:
+            self._outputs = self._recorder.take()
+        return recurrent_states
+
+    def begin_block(self) -> None:
+        self._before = self._snapshot()
+        self._forget_block()
+        self._reading_block = True
+
+    def commit(self, kept: list[int], verified: int) -> None:
+        if verified > 1 and not self._replay_is_trusted:
+            self._try_replay(verified)
+        if min(kept) < verified:
+            self._move_on(kept, verified)
+        self._reading_block = False
+        self._before = self._snapshot()
+        self._forget_block()
+
+    def roll_back(self) -> None:
+        self._reading_block = False
+        self._restore()
+        self._forget_block()
+
+    def release(self) -> LinearAttentionLayer:
+        if self._handle is not None:
+            self._handle.remove()
+        if self._recorder is not None:
+            self._recorder.remove()
+        _copy_states(self, self.original)
+        return self.original
+
+    def _before_mixer(self, mixer: nn.Module, args: tuple, kwargs: dict) -> None:
+        """Record the call of the mixer, if it is one of this cache's blocks."""
+        if not self._reading_block or not any(value is self._plan.cache for value in (*args, *kwargs.values())):
+            return
+        self._call = (args, kwargs)
+        if _tokens_of(args, kwargs) == 1:
+            # Kernels for single tokens write into the states they are given, which are the saved ones.
+            for states in (self.conv_states, self.recurrent_states):
+                states.update({index: None if state is None else state.clone() for index, state in states.items()})
+
+    def _try_replay(self, verified: int) -> None:
+        """Compare the replay of the whole block with what the forward did to the state, once per call."""
+        if self._replay is None or self._outputs is None or not self._inputs:
+            return
+        before, after = self._before[1][0], self.recurrent_states[0]
+        replayed = self._replay.advance(before, self._inputs[0], self._outputs, [verified] * after.shape[0])
+        change = after if before is None else after - before
+        self._replay_is_trusted = bool((replayed - after).norm() <= TRUSTED_ERROR * change.norm())
+
+    def _move_on(self, kept: list[int], verified: int) -> None:
+        """Replace the states after the block by those after its first `kept[row]` tokens."""
+        has_recurrence = any(self.is_recurrent_states_initialized.values())
+        convolved = all(index in self._inputs for index, there in self.is_conv_states_initialized.items() if there)
+        if not convolved or (has_recurrence and not self._replay_is_trusted):
+            self._run_mixer_again(same_for_all_rows(kept), verified)
+            return
+        if has_recurrence:
+            before = self._before[1][0]
+            self.recurrent_states[0] = self._replay.advance(before, self._inputs[0], self._outputs, kept)
+        for index, inputs in self._inputs.items():
+            self.conv_states[index] = inputs.state_after(kept)
+
+    def _run_mixer_again(self, count: int, verified: int) -> None:
+        """The generic fallback: the mixer itself reads the accepted tokens from the saved state."""
+        if self._call is None:
+            raise UnsupportedTargetError(
+                f"A recurrent layer of the target ({type(self._plan.mixer).__name__}) changed its state without being "
+                "called with the target's cache, so its last block cannot be rolled back."
+            )
+        self._reading_block = False
+        self._restore()
+        for states in (self.conv_states, self.recurrent_states):
+            states.update({index: None if state is None else state.clone() for index, state in states.items()})
+        args, kwargs = self._call
+        run_again(self._plan.mixer, args, kwargs, verified, count)
+
+    def _snapshot(self) -> tuple[dict, dict, dict]:
+        """The states as they are; nothing is copied, since updates assign new tensors."""
+        return dict(self.conv_states), dict(self.recurrent_states), dict(self.has_previous_state)
+
+    def _restore(self) -> None:
+        conv_states, recurrent_states, has_previous_state = self._before
+        self.conv_states.update(conv_states)
+        self.recurrent_states.update(recurrent_states)
+        self.has_previous_state.update(has_previous_state)
+
+    def _forget_block(self) -> None:
+        self._inputs: dict[int, ConvolutionInputs] = {}
+        self._outputs: list[torch.Tensor] | None = None
+        self._call: tuple[tuple, dict] | None = None
+
+
+def replay_for(mixer: nn.Module) -> Replay | None:
+    """The replay that understands a mixer, unless its weights are only there while it runs (accelerate's offload)."""
+    if any(parameter.is_meta for parameter in mixer.parameters()):
+        return None
+    return next((replay(mixer) for replay in REPLAYS if replay.understands(mixer)), None)
+
+
+def _tokens_of(args: tuple, kwargs: dict) -> int:
+    """Tokens that a mixer reads: its first argument of three dimensions is `(batch, tokens, hidden)`."""
+    for value in (*args, *kwargs.values()):
+        if isinstance(value, torch.Tensor) and value.dim() == 3:
+            return value.shape[1]
+    return 0
+
+
+def _copy_states(source: LinearAttentionLayer, destination: LinearAttentionLayer) -> None:
+    """Give `destination` copies of all that `source` holds, cut to what the next forward needs."""
+    destination.device, destination.dtype = source.device, source.dtype
+    for name in (
+        "conv_kernel_size",
+        "has_previous_state",
+        "is_conv_states_initialized",
+        "is_recurrent_states_initialized",
+    ):
+        setattr(destination, name, dict(getattr(source, name)))
+    for index in range(source.number_of_states):
+        conv_state, recurrent_state = source.conv_states[index], source.recurrent_states[index]
+        if conv_state is not None:
+            conv_state = conv_state[..., -source.conv_kernel_size[index] :].clone()
+        destination.conv_states[index] = conv_state
+        destination.recurrent_states[index] = None if recurrent_state is None else recurrent_state.clone()
