@@ -21,14 +21,9 @@ from hf_dflash.errors import (
     UnsupportedTargetError,
 )
 from hf_dflash.generation import DFlashGenerate
-from hf_dflash.loading import adopt_draft, load_draft
+from hf_dflash.loading import adopt_draft, is_draft, load_draft
 from hf_dflash.modeling_dflash import DFlash2DraftModel, DFlashDraftModel
-from hf_dflash.outputs import DFlashOutput, DFlashStatistics
 from hf_dflash.version import __version__
-
-AutoConfig.register(DFlashConfig.model_type, DFlashConfig, exist_ok=True)
-AutoModel.register(DFlashConfig, DFlashDraftModel, exist_ok=True)
-install()
 
 __all__ = [
     "CheckpointError",
@@ -37,8 +32,6 @@ __all__ = [
     "DFlashDraftModel",
     "DFlashError",
     "DFlashGenerate",
-    "DFlashOutput",
-    "DFlashStatistics",
     "DraftDtypeError",
     "MissingPackageError",
     "PairingError",
@@ -47,5 +40,11 @@ __all__ = [
     "UnsupportedTargetError",
     "__version__",
     "adopt_draft",
+    "is_draft",
     "load_draft",
 ]
+
+# One configuration, two networks: transformers chooses by the name in `architectures`.
+AutoConfig.register(DFlashConfig.model_type, DFlashConfig, exist_ok=True)
+AutoModel.register(DFlashConfig, (DFlashDraftModel, DFlash2DraftModel), exist_ok=True)
+install()

@@ -24,6 +24,7 @@ LEVELS = {
     "layouts": 2,
     "cache": 2,
     "target": 3,
+    "processes": 3,
     "loading": 3,
     "continuation": 4,
     "drafting": 4,

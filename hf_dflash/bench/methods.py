@@ -3,7 +3,6 @@
 Owns: how each is called. Does not know: prompts, timing, reports.
 """
 
-import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -78,7 +77,7 @@ def _native(pair: Pair) -> Method:
     """transformers' own DFlash path, reached below our dispatch."""
     if pair.draft.config.dflash_version != 1:
         raise NotHere("transformers' own path knows DFlash 1 only")
-    plain_generate = inspect.unwrap(GenerationMixin.generate)
+    plain_generate = GenerationMixin.generate.__wrapped__
 
     def decode(inputs: BatchEncoding, arguments: dict[str, Any]) -> Decoded:
         ids = plain_generate(pair.target, **inputs, **arguments, assistant_model=pair.draft, speculation_type="dflash")

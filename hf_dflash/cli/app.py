@@ -12,9 +12,12 @@ import typer
 
 from hf_dflash.cli.bench import bench
 from hf_dflash.cli.chat import chat
+from hf_dflash.cli.data import data
 from hf_dflash.cli.demo import demo
+from hf_dflash.cli.export import export
 from hf_dflash.cli.generate import generate
 from hf_dflash.cli.inspect import inspect_
+from hf_dflash.cli.train import train
 from hf_dflash.errors import DFlashError
 from hf_dflash.version import __version__
 
@@ -27,9 +30,8 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for command in (demo, generate, chat, bench):
-    app.command()(command)
-app.command("inspect")(inspect_)
+for command in (demo, generate, chat, bench, inspect_, export, data, train):
+    app.command(command.__name__.rstrip("_"))(command)
 
 
 def _print_version(wanted: bool) -> None:
