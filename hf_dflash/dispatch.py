@@ -13,7 +13,7 @@ import inspect
 from pathlib import Path
 from typing import Any
 
-from transformers import GenerationConfig, GenerationMixin, StoppingCriteriaList
+from transformers import GenerationConfig, GenerationMixin, MuseGlimmerAssistantModel, StoppingCriteriaList
 from transformers.generation.stopping_criteria import StopStringCriteria
 from transformers.pipelines import base as pipelines_base
 
@@ -21,6 +21,7 @@ from .errors import UnsupportedOptionError
 from .generation import DFlashGenerate
 from .loading import adopt_draft, is_draft, is_draft_checkpoint, load_draft
 from .options import refuse_encoder_decoder, refuse_other_assistance, resolve_block_size
+from .processes import needs_lockstep
 
 _INSTALLED = "_hf_dflash_dispatch"
 
@@ -45,7 +46,7 @@ def _dispatching(plain_generate):
     def generate(self, *args: Any, **kwargs: Any):
         call = signature.bind(self, *args, **kwargs).arguments
         draft, method = call.get("assistant_model"), call.get("custom_generate")
-        if draft is not None and is_draft(draft):
+        if _is_ours_to_run(draft):
             if method is not None:
                 raise UnsupportedOptionError(
                     f"Both `assistant_model` (a DFlash draft) and `custom_generate` ({method!r}) were given; each is "
@@ -60,9 +61,16 @@ def _dispatching(plain_generate):
     return generate
 
 
+def _is_ours_to_run(assistant: Any) -> bool:
+    """Whether an assistant is a DFlash draft that core does not run itself: the native Muse assistant stays with
+    core.
+    """
+    return assistant is not None and not isinstance(assistant, MuseGlimmerAssistantModel) and is_draft(assistant)
+
+
 def _call_core(plain_generate: Any, model: Any, call: dict[str, Any], method: DFlashGenerate) -> Any:
     """Call core's `generate` with the draft's own options resolved, and with what core would withhold from a custom
-    decoding method (streamer, tokenizer) carried past it."""
+    decoding method (streamer, tokenizer, `synced_gpus`) carried past it."""
     arguments = {name: value for name, value in call.items() if name not in ("self", "kwargs", "assistant_model")}
     options = dict(call.get("kwargs", {}))
     refuse_encoder_decoder(model.config)
@@ -80,6 +88,7 @@ def _call_core(plain_generate: Any, model: Any, call: dict[str, Any], method: DF
         streamer=call.get("streamer"),
         stats=options.pop("stats", method.stats),
         trace=options.pop("trace", method.trace),
+        synced=needs_lockstep(model, call.get("synced_gpus")),
     )
     model = _carry_stop_strings(model, arguments, options)
     return plain_generate(model, **arguments, **options)
@@ -132,7 +141,7 @@ def _loading_drafts(plain_load):
     def load_assistant_model(model: Any, assistant_model: Any, assistant_tokenizer: Any = None):
         if isinstance(assistant_model, (str, Path)) and is_draft_checkpoint(assistant_model):
             assistant_model = load_draft(assistant_model).to(model.device)
-        if assistant_model is not None and is_draft(assistant_model):
+        if _is_ours_to_run(assistant_model):
             return assistant_model, None
         return plain_load(model, assistant_model, assistant_tokenizer)
 

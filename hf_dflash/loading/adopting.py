@@ -17,6 +17,8 @@ from hf_dflash.layouts import read, recognise, unsupported_family
 from hf_dflash.loading.checkpoint import has_full_head, shape_problems
 from hf_dflash.modeling_dflash import FP16_REASON, DFlashDraftModel
 
+ADOPTED = "_hf_dflash_adopted"
+
 
 def is_draft(candidate: Any) -> bool:
     """Whether an object is a draft model: ours, or a foreign one that `adopt_draft` takes or refuses by name."""
@@ -39,6 +41,14 @@ def adopt_draft(model: nn.Module) -> DFlashDraftModel:
     """
     if isinstance(model, DFlashDraftModel):
         return model
+    if ADOPTED not in model.__dict__:
+        # Kept beside the foreign module, not registered in it: the draft's context of a chat belongs to one draft
+        # object, so the next turn must find the same one.
+        model.__dict__[ADOPTED] = _adopt(model)
+    return model.__dict__[ADOPTED]
+
+
+def _adopt(model: nn.Module) -> DFlashDraftModel:
     raw = _raw_config(model)
     if raw is None:
         raise CheckpointError(f"A {type(model).__name__} is no DFlash draft: give a loaded draft model.")
