@@ -23,6 +23,7 @@ from hf_dflash.errors import (
 from hf_dflash.generation import DFlashGenerate
 from hf_dflash.loading import adopt_draft, is_draft, load_draft
 from hf_dflash.modeling_dflash import DFlash2DraftModel, DFlashDraftModel
+from hf_dflash.outputs import DFlashOutput, DFlashStatistics
 from hf_dflash.version import __version__
 
 __all__ = [
@@ -32,6 +33,8 @@ __all__ = [
     "DFlashDraftModel",
     "DFlashError",
     "DFlashGenerate",
+    "DFlashOutput",
+    "DFlashStatistics",
     "DraftDtypeError",
     "MissingPackageError",
     "PairingError",
