@@ -17,6 +17,7 @@ from transformers.generation.streamers import BaseStreamer
 from transformers.utils import ModelOutput
 
 from .acceptance import cut_at_first, greedy_choices, matching_prefix
+from .processes import Agreement, alone
 
 
 @dataclass
@@ -96,6 +97,7 @@ class Continuation:
         input_ids: `(1, length)` the prompt, as plain generate holds it (empty when the prompt came as embeddings).
         logits_processor, stopping_criteria, generation_config: as core prepared them.
         streamer: receives each committed token as a `(1,)` tensor on the CPU; the prompt was put by core.
+        agree: makes the processes that share a target choose the same.
 
     Attributes:
         ids: `(1, length)` committed ids, prompt included.
@@ -109,6 +111,7 @@ class Continuation:
         stopping_criteria: StoppingCriteriaList,
         generation_config: GenerationConfig,
         streamer: BaseStreamer | None = None,
+        agree: Agreement = alone,
     ):
         self.ids = input_ids
         self.finished = False
@@ -117,6 +120,7 @@ class Continuation:
         self._criteria = stopping_criteria
         self._do_sample = bool(generation_config.do_sample)
         self._streamer = streamer
+        self._agree = agree
         self._max_length = stopping_criteria.max_length or generation_config.max_length
         self._eos = [c.eos_token_id for c in stopping_criteria if type(c) is EosTokenCriteria]
         # With nothing between logits and argmax, and no stop that must be asked token by token, a block is decided in
@@ -156,7 +160,7 @@ class Continuation:
 
     def _accept_at_once(self, logits: torch.Tensor, candidates: torch.LongTensor) -> torch.LongTensor:
         """Compare all positions with the greedy choices at once; `(1,)` committed tokens."""
-        choices = greedy_choices(logits).to(self.ids.device)
+        choices = self._agree(greedy_choices(logits).to(self.ids.device))
         committed = matching_prefix(candidates, choices) + 1
         for eos in self._eos:
             committed = cut_at_first(torch.isin(choices, eos.to(choices.device)), committed)
@@ -186,8 +190,10 @@ class Continuation:
         if self.records.logits is not None:
             self.records.logits += (raw,)
         if self._do_sample:
-            return torch.multinomial(nn.functional.softmax(scores, dim=-1), num_samples=1).squeeze(1)
-        return torch.argmax(scores, dim=-1)
+            token = torch.multinomial(nn.functional.softmax(scores, dim=-1), num_samples=1).squeeze(1)
+        else:
+            token = torch.argmax(scores, dim=-1)
+        return self._agree(token)
 
     def _append(self, tokens: torch.LongTensor) -> None:
         """Commit `(1, n)` tokens: append, ask the criteria, stream one by one."""

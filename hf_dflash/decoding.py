@@ -14,6 +14,7 @@ from .cache import TargetCache, attention_windows
 from .continuation import Continuation
 from .drafting import DFlashCandidateGenerator
 from .outputs import DFlashStatistics, RoundTrace
+from .processes import Lockstep
 from .target import Taps, Target
 
 
@@ -23,6 +24,7 @@ def decode(
     text: Continuation,
     target_cache: TargetCache,
     taps: Taps,
+    lockstep: Lockstep,
     *,
     block_size: int,
     generation_config: GenerationConfig,
@@ -36,6 +38,7 @@ def decode(
     Args:
         target, generator, text, target_cache, taps: the parts of this generation; `target_cache` and `taps` are
             entered.
+        lockstep: what other processes must be told, where they share the target.
         block_size: block length, anchor included; shortened where fewer tokens fit before the maximal length.
         generation_config, model_kwargs: as core prepared them for its decoding methods.
         statistics, trace: what the call tells about itself.
@@ -44,6 +47,7 @@ def decode(
     draft_device = generator.device
     windows = attention_windows(target_cache.cache)
 
+    lockstep.before_forward()
     with statistics.phase("prefill"), taps.recording():
         outputs = target.prefill(text.ids, generation_config, model_kwargs)
     generator.context.extend(_real_tokens(taps.take(draft_device), model_kwargs.get("attention_mask")))
@@ -62,8 +66,11 @@ def decode(
         with statistics.phase("propose"):
             if num_inputs > 1:
                 candidates = generator.propose(text.anchor_ids, min(block_size, text.room + 1))[:, : num_inputs - 1]
+            else:
+                lockstep.instead_of_proposal()
         draft_bytes = generator.context.num_bytes()
 
+        lockstep.before_forward()
         with statistics.phase("verify"), taps.recording():
             target_cache.begin_block()
             ids = torch.cat([text.ids, candidates], dim=-1)
@@ -82,6 +89,7 @@ def decode(
 
         statistics.add_round(num_inputs - 1, int(accepted), taken, draft_bytes)
         trace.add(row, statistics.rounds - 1, ids[0, -num_inputs:], int(accepted), text.ids[0, -taken:])
+    lockstep.instead_of_proposal()
 
 
 def _real_tokens(taps: torch.Tensor, attention_mask: torch.Tensor | None) -> torch.Tensor:

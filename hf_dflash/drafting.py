@@ -13,6 +13,7 @@ from transformers.generation.candidate_generator import CandidateGenerator
 
 from .cache import DraftContextCache
 from .modeling_dflash import DFlashDraftModel
+from .processes import Agreement, alone
 from .target import Target
 
 
@@ -109,11 +110,13 @@ class DFlashCandidateGenerator(CandidateGenerator):
         draft: the draft network.
         target: whose embedding and head the draft borrows.
         context: the draft's context, continued or new.
+        agree: makes the processes that share a target propose the same.
     """
 
-    def __init__(self, draft: DFlashDraftModel, target: Target, context: DraftContext):
+    def __init__(self, draft: DFlashDraftModel, target: Target, context: DraftContext, agree: Agreement = alone):
         self._draft = draft
         self._target = target
+        self._agree = agree
         self.context = context
 
     @property
@@ -149,7 +152,7 @@ class DFlashCandidateGenerator(CandidateGenerator):
         )
         context.cache.crop(-block_size)
         candidates = draft.propose(output.last_hidden_state[:, 1:], anchor_ids.to(taps.device), self._target.head)
-        return candidates.to(anchor_ids.device)
+        return self._agree(candidates.to(anchor_ids.device))
 
     def get_candidates(self, input_ids: torch.LongTensor, **kwargs) -> tuple[torch.LongTensor, None]:
         """transformers' contract: `(1, length)` committed ids in, the same with a full block of candidates behind them

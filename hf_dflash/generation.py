@@ -25,6 +25,7 @@ from .loading import check_pairing
 from .modeling_dflash import DFlashDraftModel
 from .options import refuse_options, resolve_block_size
 from .outputs import DFlashOutput, DFlashStatistics, RoundTrace
+from .processes import Agreement, Lockstep, agreement_over
 from .rows import padding_before, prompt_length, refuse_early_rows, row_kwargs, row_processors
 from .target import Target
 
@@ -42,7 +43,8 @@ class DFlashGenerate:
             `block_size=` or `num_assistant_tokens=` (one less) of a call goes before it.
         stats: called once per `generate` with the call's `DFlashStatistics`.
         trace: JSON-lines file that receives one line per round.
-        streamer: set by the dispatch, since core keeps the streamer from custom decoding methods.
+        streamer, synced: set by the dispatch, since core keeps the streamer and `synced_gpus` from custom decoding
+            methods.
     """
 
     draft: DFlashDraftModel
@@ -50,6 +52,7 @@ class DFlashGenerate:
     stats: Callable[[DFlashStatistics], None] | None = None
     trace: str | Path | None = None
     streamer: BaseStreamer | None = None
+    synced: bool = False
 
     def __call__(
         self,
@@ -73,22 +76,26 @@ class DFlashGenerate:
         stats, trace = stats or self.stats, trace or self.trace
         statistics = DFlashStatistics(synchronise=stats is not None or trace is not None)
         try:
-            refuse_options(generation_config, model_kwargs, input_ids.shape[0], self.streamer)
+            refuse_options(generation_config, model_kwargs, input_ids.shape[0], self.streamer, self.synced)
             refuse_early_rows(stopping_criteria, input_ids.shape[0])
+            target = Target(model)
             call = _Call(
                 draft=self.draft,
-                target=Target(model),
+                target=target,
                 block_size=resolve_block_size(self.draft.config, block_size or self.block_size),
                 generation_config=generation_config,
                 statistics=statistics,
                 streamer=self.streamer,
+                lockstep=Lockstep(target, self.synced),
+                agree=agreement_over(model),
             )
-            check_pairing(self.draft, call.target)
+            check_pairing(self.draft, target)
             with statistics.whole(), _evaluating(self.draft), RoundTrace(trace) as rounds:
                 rows = [
                     call.decode_row(row, input_ids, logits_processor, stopping_criteria, model_kwargs, rounds)
                     for row in range(input_ids.shape[0])
                 ]
+                call.lockstep.until_all_finish()
         finally:
             if self.streamer is not None:
                 self.streamer.end()
@@ -128,6 +135,8 @@ class _Call:
     generation_config: GenerationConfig
     statistics: DFlashStatistics
     streamer: BaseStreamer | None
+    lockstep: Lockstep
+    agree: Agreement
 
     def decode_row(
         self,
@@ -148,12 +157,13 @@ class _Call:
             stopping_criteria,
             self.generation_config,
             self.streamer,
+            self.agree,
         )
         read = tokens_in(cache)
         reach = (read or 0) + prompt_length(input_ids, model_kwargs) + text.room
         padding = padding_before(model_kwargs.get("attention_mask"), read or 0)
         context = draft_context(self.draft, cache, None if read is None else read - padding, reach)
-        generator = DFlashCandidateGenerator(self.draft, self.target, context)
+        generator = DFlashCandidateGenerator(self.draft, self.target, context, self.agree)
         with (
             TargetCache(cache, self.target.model, max_length=reach, block_size=self.block_size) as target_cache,
             self.target.taps(self.draft.config.target_layer_ids) as taps,
@@ -164,6 +174,7 @@ class _Call:
                 text,
                 target_cache,
                 taps,
+                self.lockstep,
                 block_size=self.block_size,
                 generation_config=self.generation_config,
                 model_kwargs=model_kwargs,

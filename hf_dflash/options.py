@@ -48,13 +48,22 @@ def refuse_other_assistance(*sources: dict[str, Any]) -> None:
 
 
 def refuse_options(
-    config: GenerationConfig, model_kwargs: dict[str, Any], num_rows: int, streamer: BaseStreamer | None
+    config: GenerationConfig,
+    model_kwargs: dict[str, Any],
+    num_rows: int,
+    streamer: BaseStreamer | None,
+    synced: bool = False,
 ) -> None:
     """Reject what the decoding loop cannot honour, before the first forward.
 
     Raises:
         UnsupportedOptionError: naming the option, what was found and what to do.
     """
+    if synced and config.prefill_chunk_size is not None:
+        raise UnsupportedOptionError(
+            f"`prefill_chunk_size={config.prefill_chunk_size}` gives every prompt its own number of forwards, while "
+            "`synced_gpus` expects one from each process. Leave one of them out."
+        )
     for option, found, advice in _refusals(config, model_kwargs, num_rows, streamer):
         raise UnsupportedOptionError(f"A DFlash draft cannot be used with `{option}` (found {found}). {advice}")
 

@@ -7,17 +7,20 @@ layers). It is the only module that knows target families.
 Does not know: drafts, acceptance, caches' insides, the order of a round.
 """
 
+import copy
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import nn
 from transformers import GenerationConfig, PreTrainedModel
-from transformers.utils import ModelOutput
+from transformers.utils import ModelOutput, logging
 
 from .errors import UnsupportedTargetError
+
+logger = logging.get_logger(__name__)
 
 
 class Taps:
@@ -80,9 +83,9 @@ class Taps:
             if not chunks:
                 raise UnsupportedTargetError(
                     f"Decoder layer {layer_id} of the target ran without its output being seen, so the draft has no "
-                    "context. Forward hooks were expected to fire on every tapped layer; a target whose layers are "
-                    "compiled as one graph (`target.forward = torch.compile(...)` before the first call) skips "
-                    "them. Use the uncompiled target."
+                    "context. Forward hooks were expected to fire on every tapped layer; where a part of the target "
+                    "that holds several layers was compiled before (`target.model.forward = torch.compile(...)`), "
+                    "they do not. Use the uncompiled target, or compile layer by layer."
                 )
             if chunks[0].dim() != 3:
                 raise UnsupportedTargetError(
@@ -104,7 +107,7 @@ class Target:
     """
 
     def __init__(self, model: PreTrainedModel):
-        self.model = model
+        self.model = model = _uncompiled(model)
         self.text_config = model.config.get_text_config(decoder=True)
         self.layers = _find_decoder_layers(model, self.text_config.num_hidden_layers)
         self._embedding = model.get_input_embeddings()
@@ -144,6 +147,8 @@ class Target:
         Returns:
             `(batch, n, hidden)` in the target's dtype.
         """
+        self._gather()
+        ids = ids.to(_execution_device(self._embedding, ids.device))
         if getattr(self._embedding, "embed_norm", None) is not None:
             return nn.Embedding.forward(self._embedding, ids)
         return self._embedding(ids)
@@ -154,9 +159,18 @@ class Target:
         The head is called, never read, so a quantised one works; its input is cast to the target's dtype and moved to
         its device.
         """
+        self._gather()
         return self._output_head(
             hidden.to(device=_execution_device(self._output_head, hidden.device), dtype=self.dtype)
         )
+
+    def _gather(self) -> None:
+        """Make the weights whole that FSDP's `fully_shard(model)` gathers for the model's own forward alone.
+
+        Embedding and head usually belong to them. The next forward shards them again, where it was told to.
+        """
+        if isinstance(getattr(self.model, "unshard", None), Callable):
+            self.model.unshard()
 
     def taps(self, layer_ids: Sequence[int]) -> Taps:
         """Taps on these decoder layers; see `Taps`."""
@@ -208,6 +222,24 @@ class Target:
         for _ in range(num_tokens // step if step else 0):
             advanced = self.model._update_model_kwargs_for_generation(outputs, advanced, num_new_tokens=step)
         return advanced
+
+
+def _uncompiled(model: PreTrainedModel) -> PreTrainedModel:
+    """The same weights without `model.forward = torch.compile(...)` or `model.compile()`: a graph of the whole model
+    runs past the hooks that take the taps. The caller's object stays compiled.
+    """
+    original = getattr(vars(model).get("forward"), "_torchdynamo_orig_callable", None)
+    if original is None and model._compiled_call_impl is None:
+        return model
+    logger.warning_once(
+        "The target is compiled as a whole. With a DFlash draft it runs uncompiled, since a compiled graph does not "
+        "show the outputs of its layers. Compile the layers instead (`layer.forward = torch.compile(layer.forward)`)."
+    )
+    model = copy.copy(model)
+    model._compiled_call_impl = None
+    if original is not None:
+        model.forward = original
+    return model
 
 
 def _find_decoder_layers(model: PreTrainedModel, num_layers: int) -> nn.ModuleList:
