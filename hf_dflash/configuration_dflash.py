@@ -30,6 +30,8 @@ ROPE_REQUIRED_KEYS = {
 }
 
 _VERSION_2_FIELDS = ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")
+_ROPE_LISTS = ("short_factor", "long_factor")
+
 # Keys of published layouts that would change nothing if they stood in the canonical form.
 FOREIGN_KEYS = ("rope_theta", "rope_scaling", "dflash_config")
 
@@ -76,6 +78,8 @@ class DFlashConfig(PreTrainedConfig):
     """
 
     model_type = "dflash"
+    # What is saved or pushed brings its code along, so that plain transformers loads it with trust_remote_code.
+    _auto_class: ClassVar[str | None] = "AutoConfig"
     # Without arguments there is no draft: transformers up to 5.23 must not build one to find out the defaults.
     has_no_defaults_at_init: ClassVar[bool] = True
 
@@ -254,7 +258,8 @@ def _check_sizes(seen: _Values) -> Iterator[str]:
     width = head_dim or (hidden // heads if hidden and heads else None)
     if width and width % 2:
         yield f"`head_dim` must be even, since RoPE turns pairs of values; found {width}."
-    if seen.get("hidden_act", "silu") not in ACT2FN:
+    activation = seen.get("hidden_act", "silu")
+    if not isinstance(activation, str) or activation not in ACT2FN:
         yield seen.wrong("hidden_act", "an activation that transformers knows")
 
 
@@ -332,9 +337,12 @@ def _check_rope(seen: _Values) -> Iterator[str]:
     if rope_type not in known:
         yield nested.wrong("rope_type", f"one of {', '.join(known)}")
         return
-    for key in ROPE_REQUIRED_KEYS.get(rope_type, ()):
-        if rope.get(key) is None:
-            yield nested.wrong(key, f"given for RoPE of type {rope_type}")
+    for key, value in {**dict.fromkeys(ROPE_REQUIRED_KEYS.get(rope_type, ())), **rope}.items():
+        if key in _ROPE_LISTS:
+            if not isinstance(value, (list, tuple)) or not value or not all(is_number(entry) for entry in value):
+                yield nested.wrong(key, f"a list of numbers for RoPE of type {rope_type}")
+        elif key not in ("rope_theta", "rope_type", "truncate") and (not is_number(value) or value <= 0):
+            yield nested.wrong(key, f"a number above 0 for RoPE of type {rope_type}")
 
 
 def _above_zero(value: float) -> bool:
@@ -342,7 +350,12 @@ def _above_zero(value: float) -> bool:
 
 
 def _check_scales(seen: _Values) -> Iterator[str]:
-    yield from seen.number("rms_norm_eps", 1e-6, lambda value: value >= 0, "a number of at least 0")
+    for key in ("rms_norm_eps", "initializer_range"):
+        yield from seen.number(key, 0.0, lambda value: value >= 0, "a number of at least 0")
+    yield from seen.number("attention_dropout", 0.0, lambda value: 0 <= value < 1, "a number from 0 to below 1")
+    for key in ("attention_bias", "own_embeddings"):
+        if not isinstance(seen.get(key, False), bool):
+            yield seen.wrong(key, "true or false")
     yield from seen.number("input_embedding_scale", 1.0, _above_zero, "a number above 0")
     yield from seen.number("output_multiplier", 1.0, _above_zero, "a number above 0")
     yield from seen.number("final_logit_softcapping", 1.0, _above_zero, "a number above 0, or null for no cap")

@@ -247,6 +247,8 @@ class DFlashPreTrainedModel(PreTrainedModel):
     main_input_name = "noise_embeds"
     # Set by `hf_dflash.loading`, which knows the published layouts; on the Hub a draft is always canonical.
     load_published: ClassVar[Callable | None] = None
+    # What is saved or pushed brings its code along, so that plain transformers loads it with trust_remote_code.
+    _auto_class = "AutoModel"
     input_modalities = ("text",)
     supports_gradient_checkpointing = True
     _no_split_modules: ClassVar[list[str]] = ["DFlashDecoderLayer"]

@@ -1,7 +1,7 @@
 """The draft networks against other people's: the authors' `dflash` package, and transformers' MuseGlimmerAssistant.
 
 The same random weights, saved in the published layout and loaded through ours, in float32, over rounds of decoding in
-which the context grows and the block is cropped away again. The peers are driven as their own decoding loops drive them.
+which the context grows and the block is cropped away again. The peers are driven as their own loops drive them.
 """
 
 import json
