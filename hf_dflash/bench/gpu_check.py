@@ -45,6 +45,7 @@ QWEN3 = {
     "num_key_value_heads": 8,
     "head_dim": 128,
     "vocab_size": 151936,
+    "max_position_embeddings": 40960,
     "mask_token_id": 151669,
     "draft_layers": 5,
 }

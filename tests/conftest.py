@@ -1,0 +1,41 @@
+"""Fixtures that several test files share."""
+
+import io
+import sys
+from collections.abc import Callable
+from typing import NamedTuple
+
+import pytest
+
+
+class Ended(NamedTuple):
+    """How a command ended."""
+
+    code: int
+    out: str
+    err: str
+
+
+@pytest.fixture(scope="session")
+def tiny_folders(tmp_path_factory):
+    """Folders of a tiny target, with tokenizer, and of a draft that pairs with it."""
+    from tiny_pair import write_tiny_pair
+
+    return write_tiny_pair(tmp_path_factory.mktemp("tiny_pair"))
+
+
+@pytest.fixture
+def run_cli(monkeypatch, capsys) -> Callable[..., Ended]:
+    """Run `hf-dflash` in this process, as the console script does."""
+
+    def run(*arguments: str, stdin: str = "") -> Ended:
+        from hf_dflash.cli.app import main
+
+        monkeypatch.setattr(sys, "argv", ["hf-dflash", *map(str, arguments)])
+        monkeypatch.setattr(sys, "stdin", io.StringIO(stdin))
+        capsys.readouterr()
+        with pytest.raises(SystemExit) as ended:
+            main()
+        return Ended(ended.value.code or 0, *capsys.readouterr())
+
+    return run

@@ -1,0 +1,119 @@
+"""`hf-dflash generate` on a tiny random pair, whose draft is never right: the text must be plain generate's."""
+
+import json
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from hf_dflash.cli import generate as module
+
+
+@pytest.fixture
+def generate(run_cli, tiny_folders):
+    def run(*arguments, **options):
+        return run_cli("generate", "-t", tiny_folders.target, "-d", tiny_folders.draft, *arguments, **options)
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def plain_ids(tiny_folders):
+    """New ids that plain generate writes behind a prompt."""
+    target = AutoModelForCausalLM.from_pretrained(tiny_folders.target)
+    tokenizer = AutoTokenizer.from_pretrained(tiny_folders.target)
+
+    def ids(prompt: str, tokens: int, **arguments) -> list[int]:
+        inputs = tokenizer(prompt, return_tensors="pt")
+        torch.manual_seed(7)
+        output = target.generate(**inputs, max_new_tokens=tokens, **arguments)
+        return output[0, inputs["input_ids"].shape[1] :].tolist()
+
+    return ids
+
+
+def test_json_has_plain_generates_tokens(generate, plain_ids):
+    ended = generate("hello there", "-n", "24", "--json")
+    assert ended.code == 0, ended.err
+    said = json.loads(ended.out)
+    expected = plain_ids("hello there", 24, do_sample=False)
+    assert len(set(expected)) > 8, "the reference text must be varied for this comparison to mean anything"
+    assert said["token_ids"] == expected
+    assert said["statistics"]["new_tokens"] == said["new_tokens"] == 24
+
+
+def test_sampling_options_reach_generate(generate, plain_ids):
+    said = json.loads(generate("hello", "-n", "24", "-T", "0.9", "--top-k", "30", "--seed", "7", "--json").out)
+    expected = plain_ids("hello", 24, do_sample=True, temperature=0.9, top_k=30)
+    assert said["token_ids"] == expected != plain_ids("hello", 24, do_sample=False)
+
+
+def test_the_answer_alone_is_on_standard_output(generate):
+    said = json.loads(generate("hello", "-n", "12", "--json").out)
+    ended = generate("hello", "-n", "12", "--stats")
+    assert ended.out.strip() == said["text"].strip()
+    assert "acceptance length tau" in ended.err
+
+
+@pytest.mark.parametrize("source", ["stdin", "dash", "file"])
+def test_where_the_prompt_comes_from(generate, tmp_path, source):
+    expected = json.loads(generate("a prompt", "-n", "8", "--json").out)["token_ids"]
+    if source == "file":
+        (tmp_path / "prompt.txt").write_text("a prompt")
+        ended = generate("--file", tmp_path / "prompt.txt", "-n", "8", "--json")
+    else:
+        ended = generate(*["-"] * (source == "dash"), "-n", "8", "--json", stdin="a prompt")
+    assert json.loads(ended.out)["token_ids"] == expected
+
+
+def test_chat_and_system_use_the_template(generate):
+    plain = json.loads(generate("hello", "-n", "4", "--json").out)["prompt_tokens"]
+    chat = json.loads(generate("hello", "-n", "4", "--json", "--chat").out)["prompt_tokens"]
+    system = json.loads(generate("hello", "-n", "4", "--json", "--system", "Be brief.").out)["prompt_tokens"]
+    # <|user|>, <|end|> and <|assistant|> around the prompt; <|system|>, nine bytes and <|end|> in front of it.
+    assert (chat - plain, system - chat) == (3, 11)
+
+
+def test_check_finds_the_same_text(generate):
+    ended = generate("hello", "-n", "16", "--check")
+    assert ended.code == 0
+    assert "yes, all 16 tokens" in ended.err
+
+
+def test_check_tells_a_difference_and_ends_with_1(generate, monkeypatch):
+    def spoiled(self, stream):
+        self.plain_ids, self.plain_seconds = self.ids.clone(), 1.0
+        self.plain_ids[self.prompt_length + 2] += 1
+
+    monkeypatch.setattr(module.Answer, "decode_plainly", spoiled)
+    ended = generate("hello", "-n", "16", "--check")
+    assert ended.code == 1
+    assert "no, they part at token 3 of 16" in ended.err
+    assert "NOT within float32 rounding" in ended.err
+
+
+def test_block_size_and_trace(generate, tmp_path):
+    ended = generate("hello", "-n", "10", "--block-size", "3", "--trace", tmp_path / "trace.jsonl", "--json")
+    rounds = [json.loads(line) for line in (tmp_path / "trace.jsonl").read_text().splitlines()]
+    assert len(rounds) == json.loads(ended.out)["statistics"]["rounds"]
+    assert max(len(each["candidates"]) for each in rounds) == 2
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (["hello", "--block-size", "64"], "`block_size=64`"),
+        (["hello", "--dtype", "int3"], "int3"),
+        (["hello", "--quantization", "two-bits"], "two-bits"),
+    ],
+)
+def test_what_cannot_be_done_is_one_line(generate, arguments, expected):
+    ended = generate(*arguments)
+    assert ended.code == 1
+    assert expected in ended.err
+    assert ended.err.count("\n") == 1
+
+
+@pytest.mark.parametrize("arguments", [[], ["hello", "--file", __file__], ["  "]])
+def test_no_prompt_or_two_is_wrong_usage(generate, arguments):
+    assert generate(*arguments).code == 2
