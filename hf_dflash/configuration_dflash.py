@@ -337,7 +337,10 @@ def _check_rope(seen: _Values) -> Iterator[str]:
     if rope_type not in known:
         yield nested.wrong("rope_type", f"one of {', '.join(known)}")
         return
-    for key, value in {**dict.fromkeys(ROPE_REQUIRED_KEYS.get(rope_type, ())), **rope}.items():
+    needed = ROPE_REQUIRED_KEYS.get(rope_type, ())
+    given = [key for key, value in rope.items() if value is not None and key not in needed]
+    for key in (*needed, *given):
+        value = rope.get(key)
         if key in _ROPE_LISTS:
             if not isinstance(value, (list, tuple)) or not value or not all(is_number(entry) for entry in value):
                 yield nested.wrong(key, f"a list of numbers for RoPE of type {rope_type}")

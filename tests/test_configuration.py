@@ -168,7 +168,18 @@ def test_yarn_needs_its_factor_and_its_original_length():
     assert "`factor` is missing" in message and "`original_max_position_embeddings` is missing" in message
 
 
+def test_rope_values_are_numbers():
+    yarn = {"rope_theta": 1e4, "rope_type": "yarn", "factor": "4", "original_max_position_embeddings": 64}
+    assert "`factor` must be a number above 0 for RoPE of type yarn; found '4' (str)" in refusal(rope_parameters=yarn)
+    assert "`beta_fast` must be a number" in refusal(rope_parameters={**yarn, "factor": 4, "beta_fast": True})
+    longrope = {"rope_theta": 1e4, "rope_type": "longrope", "original_max_position_embeddings": 64}
+    message = refusal(rope_parameters={**longrope, "short_factor": [1.0, "2"]})
+    assert "`short_factor` must be a list of numbers" in message and "`long_factor` is missing" in message
+
+
 def test_unusable_numbers_are_refused():
+    assert "`attention_bias` must be true or false" in refusal(attention_bias="yes")
+    assert "`attention_dropout` must be a number from 0 to below 1" in refusal(attention_dropout=1.5)
     assert "`output_multiplier` must be a number above 0" in refusal(output_multiplier=0)
     assert "`input_embedding_scale`" in refusal(input_embedding_scale=float("nan"))
     assert "or null for no cap" in refusal(final_logit_softcapping=-30.0)

@@ -42,8 +42,11 @@ PUBLISHED = {
     "qwen3.5-4b-dflash": (
         "z-lab-nested", 16, 248070, [1, 8, 15, 22, 29], [F] * 5, 2560, HEADS, 1e7, None, False, 32,
     ),
-    "qwen3.5-35b-a3b-dflash": (
+    "qwen3.5-35b-a3b-dflash-old": (
         "z-lab", 16, 248070, [1, 10, 19, 28, 37], [F] * 8, 2048, (32, 4, 128), 1e7, None, False, 40,
+    ),
+    "qwen3.5-35b-a3b-dflash": (
+        "z-lab-nested", 16, 248077, [1, 6, 11, 16, 22, 27, 32, 37], [S] * 5 + [F], 2048, HEADS, 1e7, 4096, True, 40,
     ),
     "qwen3.5-122b-a10b-dflash": (
         "z-lab-nested", 16, 248077, [1, 7, 14, 20, 26, 32, 39, 45], [S] * 5 + [F], 3072, HEADS, 1e7, 4096, True, 48,
@@ -430,3 +433,36 @@ def test_own_embeddings_and_own_heads_are_seen_in_the_tensors():
 def test_an_own_vocabulary_needs_an_own_head():
     message = refusal(fixture("speculators-qwen3-8b-dflash"), {"norm.weight": (4096,)})
     assert "`draft_vocab_size` is 32000, but the checkpoint has no `lm_head.weight`" in message
+
+
+# --- anything at all -------------------------------------------------------------------------------------------------
+
+ODD_VALUES = (None, True, -1, 0, 1.5, "x", [], ["x"], [None], [[1]], {}, {"a": 1}, {F: 1})
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_whatever_a_key_holds_reading_ends_in_a_configuration_or_in_a_refusal(name):
+    def outcome(raw: dict, shapes: dict | None) -> bool:
+        try:
+            return isinstance(to_canonical(raw, shapes), DFlashConfig)
+        except CheckpointError:
+            return True
+
+    raw = fixture(name)
+    for place in (raw, *(value for value in raw.values() if isinstance(value, dict))):
+        for key, value in list(place.items()):
+            for odd in ODD_VALUES:
+                place[key] = odd
+                for shapes in (None, {"fc.weight": (1, 2), "lm_head.weight": (3, 4)}):
+                    assert outcome(raw, shapes), (key, odd)
+            place[key] = value
+
+
+def test_an_unknown_key_of_dflash_config_is_a_warning():
+    _, reading = read(fixture("qwen3-8b-dflash-b16", nested__twist=3, nested__nothing=None))
+    assert reading.warnings == ["`dflash_config.twist` (3) is not known here and is left out."]
+
+
+def test_an_unknown_projector_is_refused():
+    message = refusal(fixture("qwen3-8b-dflash-b16", nested__projector_type="newer"))
+    assert "`dflash_config.projector_type` is 'newer'" in message and "not known here" in message

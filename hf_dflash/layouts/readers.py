@@ -12,7 +12,7 @@ from transformers import PreTrainedConfig
 
 from hf_dflash.configuration_dflash import FOREIGN_KEYS, DFlashConfig, is_integer
 from hf_dflash.layouts.reading import Reading, Scopes, architectures, submapping
-from hf_dflash.layouts.refusals import refuse_options
+from hf_dflash.layouts.refusals import OPTIONS, refuse_options
 from hf_dflash.layouts.rope import read_rope
 
 _NETWORK_KEYS = (
@@ -65,6 +65,12 @@ def read_z_lab(raw: Mapping) -> Reading:
         if causal is not None:
             _set_causal(reading, place, causal)
             break
+    known = look.asked | OPTIONS | {"use_swa", "causal"}
+    reading.warnings += [
+        f"`dflash_config.{key}` ({value!r}) is not known here and is left out."
+        for key, value in nested.items()
+        if value is not None and key not in known
+    ]
     _finish(reading, raw, scopes, rope_scopes=[("", raw)], whole_heads_only=False)
     return reading
 
@@ -133,14 +139,16 @@ def _default_layer_types(reading: Reading, raw: Mapping) -> list[str] | None:
     layers = reading.values.get("num_hidden_layers")
     if not is_integer(layers):
         return None
-    first = raw.get("max_window_layers", _MAX_WINDOW_LAYERS) if raw.get("use_sliding_window") else layers
+    first = raw.get("max_window_layers")
+    first = first if is_integer(first) else _MAX_WINDOW_LAYERS
+    first = first if raw.get("use_sliding_window") else layers
     return ["sliding_attention" if index >= first else "full_attention" for index in range(layers)]
 
 
 def _set_layers(reading: Reading, types: Any) -> None:
     if types is not None:
         reading.values["layer_types"] = types
-    if "sliding_attention" not in (types or ()):
+    if not isinstance(types, list) or "sliding_attention" not in types:
         # Qwen3 configurations carry the target's window also where no layer slides.
         reading.values.pop("sliding_window", None)
 

@@ -34,11 +34,15 @@ class Reading:
 
 
 class Scopes:
-    """Pairs of a prefix for messages ("dflash_config.") and a dictionary; the first that has a key wins."""
+    """Pairs of a prefix for messages ("dflash_config.") and a dictionary; the first that has a key wins.
+
+    asked: all published names that were looked for.
+    """
 
     def __init__(self, reading: Reading, pairs: Iterable[tuple[str, Mapping]]) -> None:
         self.reading = reading
         self.pairs = list(pairs)
+        self.asked: set[str] = set()
 
     def take(self, keys: Iterable[str]) -> None:
         """Reads keys that are published under their canonical names."""
@@ -47,6 +51,7 @@ class Scopes:
 
     def take_as(self, canonical: str, *published: str) -> Any:
         """Reads a canonical key from the first place that has one of its published names; returns the value or None."""
+        self.asked.update(published)
         for name in published:
             for prefix, mapping in self.pairs:
                 if mapping.get(name) is not None:

@@ -59,7 +59,9 @@ def read_rope(reading: Reading, scopes: list[tuple[str, Mapping]], whole_heads_o
             f"{reading.places['partial_rotary_factor']} is {partial!r}: a draft that turns only a part of each head is "
             "not supported."
         )
-    kept = ("rope_theta", "rope_type", *ROPE_REQUIRED_KEYS.get(rope_type, ()), *_OPTIONAL_KEYS.get(rope_type, ()))
+    kept = ["rope_theta", "rope_type"]
+    if isinstance(rope_type, str):
+        kept += [*ROPE_REQUIRED_KEYS.get(rope_type, ()), *_OPTIONAL_KEYS.get(rope_type, ())]
     reading.values["rope_parameters"] = {key: found[key] for key in kept if key in found}
 
 
@@ -78,7 +80,8 @@ def _by_layer_type(reading: Reading, place: str, found: Mapping) -> tuple[str, M
     entries = {kind: found[kind] for kind in LAYER_TYPES if isinstance(found.get(kind), Mapping)}
     if not entries:
         return place, found
-    layer_types = reading.values.get("layer_types") or LAYER_TYPES
+    layer_types = reading.values.get("layer_types")
+    layer_types = layer_types if isinstance(layer_types, list) else LAYER_TYPES
     used = [kind for kind in entries if kind in layer_types]
     if not used:
         return place, {}
