@@ -8,6 +8,7 @@ Does not know: how any of it works.
 
 from transformers import AutoConfig, AutoModel
 
+from hf_dflash.comparison import Comparison, compare
 from hf_dflash.configuration_dflash import DFlashConfig
 from hf_dflash.dispatch import install
 from hf_dflash.errors import (
@@ -28,6 +29,7 @@ from hf_dflash.version import __version__
 
 __all__ = [
     "CheckpointError",
+    "Comparison",
     "DFlash2DraftModel",
     "DFlashConfig",
     "DFlashDraftModel",
@@ -43,6 +45,7 @@ __all__ = [
     "UnsupportedTargetError",
     "__version__",
     "adopt_draft",
+    "compare",
     "is_draft",
     "load_draft",
 ]

@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from hf_dflash.bench import gpu_check, report
-from hf_dflash.bench.compare import compare
 from hf_dflash.bench.methods import NotHere, make_method
 from hf_dflash.bench.pair import encode, load_pair, sampling_arguments
 from hf_dflash.bench.prompts import Prompt, load_prompts
@@ -104,45 +103,6 @@ def test_methods_that_cannot_run_say_why(pair):
         make_method("authors", pair)  # this tiny draft is in the canonical layout, which their package does not know
     with pytest.raises(UnsupportedOptionError, match="no method 'magic'"):
         make_method("magic", pair)
-
-
-# --- comparison
-
-
-def test_compare_says_where_texts_part_and_how_near_the_tie_was(pair):
-    inputs = encode(pair, "some text")
-    length = inputs["input_ids"].shape[1]
-    ids = pair.target.generate(**inputs, max_new_tokens=10, do_sample=False)[0]
-    assert compare(pair.target, length, ids, ids, greedy=True).same
-    other = ids.clone()
-    other[length + 4] = (other[length + 4] + 1) % 200
-    found = compare(pair.target, length, ids, other, greedy=True)
-    with torch.inference_mode():
-        best, second = pair.target(ids[None, : length + 4]).logits[0, -1].topk(2).values.tolist()
-    assert (found.first_difference, found.within_rounding) == (4, False)
-    assert found.margin == pytest.approx(best - second)
-
-
-def test_compare_sees_a_text_that_stops_early(pair):
-    ids = torch.arange(10)
-    assert compare(pair.target, 4, ids, ids[:8], greedy=True).first_difference == 4
-
-
-def test_a_near_tie_is_judged_by_the_dtype(pair, monkeypatch):
-    class Logits:
-        logits = torch.tensor([[[0.0, 8.0, 8.1]]])
-
-    class Model(torch.nn.Module):
-        dtype, device = torch.bfloat16, torch.device("cpu")
-
-        def forward(self, ids):
-            return Logits
-
-    plain, other = torch.tensor([1, 2, 3]), torch.tensor([1, 2, 4])
-    # bfloat16 has 8 bits of mantissa: at 8.1 one step is about 0.06, so a margin of 0.1 is within 4 of them.
-    assert compare(Model(), 2, plain, other, greedy=True).within_rounding
-    Model.dtype = torch.float32
-    assert not compare(Model(), 2, plain, other, greedy=True).within_rounding
 
 
 # --- runs and summary

@@ -34,6 +34,7 @@ LEVELS = {
     "decoding": 5,
     "generation": 6,
     "dispatch": 6,
+    "comparison": 7,
     "hub": 7,
     "inspection": 7,
     "bench": 7,

@@ -17,10 +17,10 @@ from typing import Any
 import torch
 from transformers import BatchEncoding
 
-from hf_dflash.bench.compare import Comparison, compare
 from hf_dflash.bench.methods import Method, NotHere, make_method
 from hf_dflash.bench.pair import Pair, encode, sampling_arguments
 from hf_dflash.bench.prompts import Prompt
+from hf_dflash.comparison import Comparison, compare_texts
 
 WARM_UP_TOKENS = 16
 
@@ -165,10 +165,9 @@ def _run_prompt(
             **measured,
         )
         advance(f"{prompt.name} {method.name}")
-    prompt_length = inputs["input_ids"].shape[1]
     for method in methods:
         if method.name != "plain" and (method.same_seed or temperature == 0):
-            found = compare(pair.target, prompt_length, texts["plain"], texts[method.name], greedy=temperature == 0)
+            found = compare_texts(pair.target, inputs, texts["plain"], texts[method.name], seed=plan.seed, **arguments)
             runs[method.name].same, runs[method.name].comparison = found.same, _told(found)
     yield from runs.values()
 

@@ -8,12 +8,12 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from hf_dflash.bench.compare import Comparison
 from hf_dflash.bench.pair import load_pair, sampling_arguments
 from hf_dflash.bench.smollm2 import draft_folder, target_folder
 from hf_dflash.cli import options
 from hf_dflash.cli.generate import Answer, messages
 from hf_dflash.cli.show import acceptance_bars, comparison_words, two_columns
+from hf_dflash.comparison import Comparison
 
 PROMPT = "Write a Python function that checks whether a number is prime, and explain how it works."
 

@@ -14,10 +14,10 @@ import torch
 import typer
 from transformers import TextStreamer
 
-from hf_dflash.bench.compare import Comparison, compare
 from hf_dflash.bench.pair import Pair, encode, load_pair, sampling_arguments
 from hf_dflash.cli import options
 from hf_dflash.cli.show import comparison_words, diagnostics, statistics_table
+from hf_dflash.comparison import Comparison, compare_texts
 from hf_dflash.outputs import DFlashStatistics
 
 DIFFERENT = 1
@@ -145,8 +145,7 @@ class Answer:
 
     def compare_with_plain(self) -> Comparison:
         """Compare the two texts that were decoded."""
-        greedy = not self.arguments["do_sample"]
-        return compare(self.pair.target, self.prompt_length, self.plain_ids, self.ids, greedy)
+        return compare_texts(self.pair.target, self.inputs, self.plain_ids, self.ids, seed=self.seed, **self.arguments)
 
     def as_dict(self, comparison: Comparison | None) -> dict[str, Any]:
         """Everything a script may want to know, in JSON's types."""

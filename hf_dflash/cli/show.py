@@ -8,7 +8,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from hf_dflash.bench.compare import Comparison
+from hf_dflash.comparison import Comparison
 from hf_dflash.outputs import DFlashStatistics
 
 BAR_WIDTH = 30
@@ -62,5 +62,5 @@ def comparison_words(comparison: Comparison) -> str:
     if comparison.margin is None:
         return where
     reason = "within" if comparison.within_rounding else "NOT within"
-    margin = f"the target's two best logits are {comparison.margin:.3g} apart there"
-    return f"{where}: {margin}, {reason} {comparison.dtype} rounding"
+    margin = f"the target's two best choices are {comparison.margin:.3g} apart there"
+    return f"{where}: {margin}, {reason} the rounding of its {comparison.dtype} kernels ({comparison.bound:.3g})"
