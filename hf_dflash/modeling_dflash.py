@@ -301,8 +301,9 @@ class DFlashPreTrainedModel(PreTrainedModel):
 class DFlashDraftModel(DFlashPreTrainedModel):
     """The draft network. `DFlashDraftModel(config)` builds a `DFlash2DraftModel` from a configuration of version 2."""
 
-    def __new__(cls, config: DFlashConfig, *args: Any, **kwargs: Any) -> "DFlashDraftModel":
-        return super().__new__(DFlash2DraftModel if config.dflash_version == 2 else cls)
+    def __new__(cls, config: DFlashConfig | None = None, *args: Any, **kwargs: Any) -> "DFlashDraftModel":
+        # Copying and unpickling come without a configuration, but with the right class.
+        return super().__new__(DFlash2DraftModel if config is not None and config.dflash_version == 2 else cls)
 
     def __init__(self, config: DFlashConfig) -> None:
         super().__init__(config)

@@ -3,6 +3,9 @@
 Agreement with the authors' package and with transformers' own draft is in test_parity.py.
 """
 
+import copy
+import pickle
+
 import pytest
 import torch
 from tiny_drafts import LAYER_KINDS, tiny_config, tiny_draft, tiny_draft_of_kind
@@ -481,6 +484,15 @@ def test_saving_and_loading_gives_the_same_draft(tmp_path, options: dict, max_sh
         assert torch.equal(loaded.state_dict()[name], tensor), name
     inputs = random_inputs()
     assert torch.equal(last_hidden(loaded, **inputs), last_hidden(draft, **inputs))
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_a_draft_can_be_copied_and_pickled(version: int):
+    draft, inputs = tiny_draft(version), random_inputs()
+    for twin in (copy.deepcopy(draft), pickle.loads(pickle.dumps(draft))):
+        assert type(twin) is type(draft)
+        assert torch.equal(last_hidden(twin, **inputs), last_hidden(draft, **inputs))
+    assert draft.share_memory().fc.weight.is_shared()
 
 
 def test_hidden_states_and_attentions_are_given_where_asked():
