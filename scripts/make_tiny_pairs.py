@@ -1,7 +1,7 @@
 """Make the tiny trained pairs of tests/data/pairs: a dense and a hybrid target, and a DFlash draft for each.
 
-The targets are language models of about 1.5 million parameters, trained on the source of Python's standard library; the drafts
-learn from text that their target wrote. Everything comes from what is installed: no downloads.
+The targets are language models of about 1.5 million parameters, trained on the source of Python's standard library;
+the drafts learn from text that their target wrote. Everything comes from what is installed: no downloads.
 
     OMP_NUM_THREADS=1 python scripts/make_tiny_pairs.py --out tests/data/pairs
     OMP_NUM_THREADS=1 python scripts/make_tiny_pairs.py --out tests/data/pairs --only hybrid
@@ -73,7 +73,7 @@ def make_tokenizer(texts: list[str]) -> transformers.PreTrainedTokenizerFast:
 
 
 def make_target(kind: str) -> transformers.PreTrainedModel:
-    """An untrained target: `dense` is a Llama, `hybrid` a Qwen3.5 with three gated delta net layers to each attention layer."""
+    """An untrained target: `dense` a Llama, `hybrid` a Qwen3.5 with three gated delta nets to each attention layer."""
     shared = {
         "vocab_size": VOCABULARY,
         "hidden_size": HIDDEN,
@@ -223,9 +223,7 @@ def make_pair(kind: str, out: pathlib.Path, steps: tuple[int, int], prompts: int
     model = model.float().eval().requires_grad_(False)
 
     starts = [ids[:PROMPT] for ids in encoded if len(ids) > PROMPT]
-    held_out_starts = [
-        ids[:PROMPT] for ids in map(lambda text: tokenizer(text)["input_ids"], held_out) if len(ids) > PROMPT
-    ]
+    held_out_starts = [ids[:PROMPT] for ids in (tokenizer(text)["input_ids"] for text in held_out) if len(ids) > PROMPT]
     pairs = responses(model, starts[:prompts])
     target = Target(model)
     torch.manual_seed(3)

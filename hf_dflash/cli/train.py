@@ -1,7 +1,7 @@
 """`hf-dflash train`: train a draft for a target.
 
-Owns: the flags, one for each field of `TrainingSettings`, made from its fields so that the two cannot differ; how flags and a YAML
-file combine.
+Owns: the flags, one for each field of `TrainingSettings`, made from its fields so that the two cannot differ; how
+flags and a YAML file combine.
 
 Does not know: training.
 """

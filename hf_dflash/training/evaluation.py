@@ -1,10 +1,10 @@
 """How much of a text a draft would have had accepted.
 
-Owns: proposing at every position of a stored response, acceptance by block position, and tau by walking through the response as
-decoding does.
+Owns: proposing at every position of a stored response, acceptance by block position, and tau by walking through the
+response as decoding does.
 
-Does not know: training, `generate`. Where the responses are the target's greedy text (or one fixed sampled text), the walk gives
-the acceptance length of real decoding, because a round depends only on the committed text before it.
+Does not know: training, `generate`. Where the responses are the target's greedy text (or one fixed sampled text), the
+walk gives the acceptance length of real decoding, because a round depends only on the committed text before it.
 """
 
 from collections.abc import Iterable
@@ -58,8 +58,8 @@ def walk(accepted: list[int], limit: int) -> tuple[int, int]:
     """Tokens and rounds of decoding a response whose anchor i has `accepted[i]` candidates accepted.
 
     Example:
-        accepted [2, 0, 0, 1, 0], limit 5 (a response of 6 tokens, of which the first is the prefill's): round 1 at anchor 0 yields
-        3 tokens, round 2 at anchor 3 yields 2: (5, 2).
+        accepted [2, 0, 0, 1, 0], limit 5 (a response of 6 tokens, of which the first is the prefill's): round 1 at
+        anchor 0 yields 3 tokens, round 2 at anchor 3 yields 2: (5, 2).
     """
     at, rounds = 0, 0
     while at < limit:

@@ -1,13 +1,12 @@
 """What a draft is taught: weighted cross-entropy over block positions, and what it would have accepted.
 
-Owns: position weights (fixed decay, D-PACE), cross-entropy and distillation over a bounded piece of the vocabulary at a time, the
-loss of DFlash 2's selector, simulated acceptance.
+Owns: position weights (fixed decay, D-PACE), cross-entropy and distillation over a bounded piece of the vocabulary at
+a time, the loss of DFlash 2's selector, simulated acceptance.
 
-Does not know: where hidden states come from, the trainer. A block has `s` positions; position 0 is the anchor and is never
-learnt; `k` = 1 .. s - 1 are the candidates.
+Does not know: where hidden states come from, the trainer. A block has `s` positions; position 0 is the anchor and is
+never learnt; `k` = 1 .. s - 1 are the candidates.
 """
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -20,12 +19,12 @@ from .packing import IGNORED
 
 
 def default_gamma(block_size: int) -> float:
-    """The published decay: 7 for block 16, 5 for block 10, 4 for block 8; between and beyond them on the line through 8 and 16."""
+    """The published decay: 7 for block 16, 5 for 10, 4 for 8; elsewhere the line through 8 and 16."""
     return {16: 7.0, 10: 5.0, 8: 4.0}.get(block_size, max(1.0, 4.0 + (block_size - 8) * 3 / 8))
 
 
 def decay_weights(block_size: int, gamma: float) -> torch.Tensor:
-    """`(s - 1,)` weights `exp(-(k - 1) / gamma)` of the positions k = 1 .. s - 1, float32: the first candidate weighs 1."""
+    """`(s - 1,)` float32 weights `exp(-(k - 1) / gamma)` of k = 1 .. s - 1: the first candidate weighs 1."""
     return torch.exp(-torch.arange(block_size - 1, dtype=torch.float32) / gamma)
 
 
@@ -33,7 +32,8 @@ def d_pace_weights(cross_entropy: torch.Tensor, learnt: torch.Tensor, alpha: flo
     """Dynamic position weights: how much the expected number of accepted tokens gains from each position.
 
     With confidence `q_i = (1 - alpha) * exp(-ce_i) + alpha`, the weight of position j is the sum over m >= j of
-    `q_1 * ... * q_m` (arXiv 2605.18810, equations 7 and 8). Constant for the gradient. alpha = 1 gives s - 1, s - 2, ..., 1.
+    `q_1 * ... * q_m` (arXiv 2605.18810, equations 7 and 8). Constant for the gradient. alpha = 1 gives s - 1, s - 2,
+    ..., 1.
 
     Args:
         cross_entropy: `(..., s - 1)`.
@@ -82,7 +82,8 @@ def cross_entropy(
         teacher_logits_of: rows to the target's logits for them, in the same vocabulary.
 
     Returns:
-        cross-entropy `(rows,)`, divergence KL(target || draft) `(rows,)` (zeros without a teacher), argmax `(rows,)`; float32.
+        cross-entropy `(rows,)`, divergence KL(target || draft) `(rows,)` (zeros without a teacher), argmax `(rows,)`;
+        float32.
     """
 
     def piece(states: torch.Tensor, rows: slice) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -139,14 +140,3 @@ def accepted_counts(candidates: torch.LongTensor, labels: torch.LongTensor) -> t
     Candidates [5, 6, 7] against labels [5, 9, 7] accept 1. An ignored label counts as a disagreement.
     """
     return torch.cumprod((candidates == labels) & (labels != IGNORED), dim=-1).sum(-1)
-
-
-def gamma_or_default(gamma: float | None, block_size: int) -> float:
-    """The given decay, or the published one for the block size."""
-    if gamma is None:
-        return default_gamma(block_size)
-    if not gamma > 0 or math.isinf(gamma):
-        from ..errors import TrainingError
-
-        raise TrainingError(f"gamma must be a number above 0, found {gamma}")
-    return gamma

@@ -64,8 +64,8 @@ class Objective:
         Args:
             model: the draft, or the draft wrapped for several devices.
             batch: as `records.collate` makes it.
-            step: the trainer's global step; with the settings' seed and a record's index it fixes the record's anchors, so that a
-                resumed run draws the same ones.
+            step: the trainer's global step; with the settings' seed and a record's index it fixes the record's
+                anchors, so that a resumed run draws the same ones.
         """
         packed = self._pack(batch, step)
         states = self._states(batch)
@@ -99,6 +99,7 @@ class Objective:
         for index, prompt, length in zip(
             batch["indices"].tolist(), batch["prompt_lengths"].tolist(), batch["lengths"].tolist(), strict=True
         ):
+            # The hash of integers is the same in every process.
             generator = torch.Generator().manual_seed(hash((self._settings.seed, step, index)) & (2**63 - 1))
             anchors.append(choose_anchors(prompt, length, self._settings.anchors, generator))
         config = self._draft.config
@@ -124,7 +125,7 @@ class Objective:
         return self._draft.compute_logits(hidden, lambda states: states.to(rows.dtype) @ rows.T)
 
     def _rows_of_head(self, hidden: torch.Tensor) -> torch.Tensor:
-        """`(V, hidden)`: what the head does to each unit vector, which for a linear head are its weights. Quantised heads work too."""
+        """`(V, hidden)`: what the head makes of each unit vector: its weights, also where they are quantised."""
         if self._head_rows is None:
             with torch.no_grad():
                 units = torch.eye(hidden.shape[-1], device=hidden.device, dtype=hidden.dtype)
@@ -136,8 +137,8 @@ class Objective:
     ) -> Any:
         """Rows to the target's logits for them.
 
-        The token at position p is predicted by the target's state at p - 1: a block with anchor 4 learns the tokens at 5, 6, ... from
-        the states at 4, 5, ...
+        The token at position p is predicted by the target's state at p - 1: a block with anchor 4 learns the tokens at
+        5, 6, ... from the states at 4, 5, ...
         """
         if states.final is None or not self._settings.distillation:
             return None
@@ -161,7 +162,7 @@ class Objective:
         return d_pace_weights(grid, candidates, self._settings.d_pace_alpha)[candidates]
 
     def _reduce(self, values: torch.Tensor, weights: torch.Tensor, packed: PackedBlocks) -> torch.Tensor:
-        """Weighted mean; for D-PACE the mean over blocks of weighted sums, since its weights carry the expected length."""
+        """Weighted mean; for D-PACE the weighted sum per block, since its weights carry the expected length."""
         if self._settings.weighting == "decay":
             return (values * weights).sum() / weights.sum().clamp(min=1e-6)
         return (values * weights).sum() / (packed.anchors >= 0).sum()
@@ -194,7 +195,7 @@ class Objective:
 
     @staticmethod
     def _tau(best: torch.LongTensor, packed: PackedBlocks, learnt: torch.Tensor) -> float:
-        """Accepted candidates per block by argmax, and the bonus token: a rough reading of the step, not the walk's tau."""
+        """Accepted candidates per block by argmax, and the bonus token; not the walk's tau."""
         candidates = torch.full_like(packed.labels, -1)
         candidates[learnt] = best
         real = packed.anchors >= 0

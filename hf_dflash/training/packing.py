@@ -33,8 +33,9 @@ class PackedBlocks:
         block_size: `s`.
 
     Example:
-        sequence [a b c d e f] with a prompt of 2, block size 3 and anchors 2 and 4: blocks [c M M] at positions 2, 3, 4 with labels
-        [-, d, e], which sees the context a b, and [e M M] at 4, 5, 6 with labels [-, f, -], which sees a b c d.
+        sequence [a b c d e f] with a prompt of 2, block size 3 and anchors 2 and 4: blocks [c M M] at positions 2, 3,
+        4 with labels [-, d, e], which sees the context a b, and [e M M] at 4, 5, 6 with labels [-, f, -], which sees a
+        b c d.
     """
 
     input_ids: torch.LongTensor
@@ -48,8 +49,8 @@ class PackedBlocks:
 def choose_anchors(prompt_length: int, length: int, count: int, generator: torch.Generator) -> torch.LongTensor:
     """Up to `count` different random positions at which a block can start, ascending.
 
-    An anchor is a response token that has a successor: decoding begins with the first response token as anchor, and a block on
-    the last token has nothing to learn. Prompt 3, length 7: anchors are among 3, 4, 5.
+    An anchor is a response token that has a successor: decoding begins with the first response token as anchor, and a
+    block on the last token has nothing to learn. Prompt 3, length 7: anchors are among 3, 4, 5.
     """
     eligible = max(0, length - 1 - prompt_length)
     chosen = torch.randperm(eligible, generator=generator)[:count] + prompt_length
@@ -105,8 +106,8 @@ def pack_blocks(
 def attention_masks(packed: PackedBlocks, config: DFlashConfig) -> dict[str, torch.Tensor]:
     """What each block position may see, for each layer type of the draft.
 
-    A query of block `b` sees the context strictly before its anchor and the positions of its own block, of the latter only those
-    up to itself in a causal layer; a sliding layer keeps only keys less than `sliding_window` away.
+    A query of block `b` sees the context strictly before its anchor and the positions of its own block, of the latter
+    only those up to itself in a causal layer; a sliding layer keeps only keys less than `sliding_window` away.
 
     Returns:
         layer type to `(batch, 1, m * s, c + m * s)` bool, True: may be seen.
@@ -137,7 +138,8 @@ def causality(config: DFlashConfig) -> dict[str, bool]:
     for kind, causal in zip(config.layer_types, config.layer_causal, strict=True):
         if result.setdefault(kind, causal) != causal:
             raise TrainingError(
-                f"layer_causal differs among the {kind} layers ({config.layer_causal}); training needs one rule for each layer type"
+                f"layer_causal differs among the {kind} layers ({config.layer_causal}); training needs one rule for "
+                "each layer type"
             )
     return result
 

@@ -1,7 +1,7 @@
 """Prompts: where they come from and how they become token ids.
 
-Owns: reading prompts from a JSONL file (`messages`, or a plain `prompt`) or from a named `datasets` data set, their identity (a
-hash of the token ids) and their tokenisation with the target's chat template.
+Owns: reading prompts from a JSONL file (`messages`, or a plain `prompt`) or from a named `datasets` data set, their
+identity (a hash of the token ids) and their tokenisation with the target's chat template.
 
 Does not know: models, responses, where anything is stored.
 """
@@ -74,9 +74,11 @@ def _read_dataset(name: str, split: str) -> Iterator[dict[str, Any]]:
 
 
 def to_messages(row: dict[str, Any], where: str) -> list[dict[str, str]]:
-    """The chat messages of a row, ending with the last user message: later (assistant) messages are what gets regenerated.
+    """The chat messages of a row, ending with the last user message: later (assistant) messages are what gets
+    regenerated.
 
-    ShareGPT's `from` / `value` and a plain `prompt` / `instruction` / `question` (with an optional `input`) are understood too.
+    ShareGPT's `from` / `value` and a plain `prompt` / `instruction` / `question` (with an optional `input`) are
+    understood too.
 
     Raises:
         TrainingError: no known column, or no user message.
@@ -123,7 +125,8 @@ def read_prompts(
 
     Args:
         tokenizer: the target's; its chat template is applied with `add_generation_prompt=True` and `template_options`
-            (for instance `{"enable_thinking": False}`). Without a chat template only `prompt` rows can be read, as plain text.
+            (for instance `{"enable_thinking": False}`). Without a chat template only `prompt` rows can be read, as
+            plain text.
         max_prompt_tokens: longer prompts are left out, never cut.
 
     Raises:
@@ -153,7 +156,8 @@ def _tokenise(row: dict[str, Any], tokenizer: Any, where: str, options: dict[str
 
 
 def batches(prompts: Iterable[Prompt], batch_size: int, window: int = 16) -> list[list[Prompt]]:
-    """Cut the prompts into batches of like length: sorted by length inside windows of `window` batches, so padding stays small.
+    """Cut the prompts into batches of like length: sorted by length inside windows of `window` batches, so padding
+    stays small.
 
     The result depends only on the list, so that an interrupted run cuts it the same way again.
     """

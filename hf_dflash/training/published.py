@@ -38,7 +38,8 @@ OUTPUT_KEYS = ("input_embedding_scale", "output_multiplier", "final_logit_softca
 
 
 def zlab_config(config: DFlashConfig, dtype: str) -> dict[str, Any]:
-    """z-lab's `config.json`: a Qwen3 configuration with a `dflash_config`, as vLLM, SGLang and the package `dflash` read it.
+    """z-lab's `config.json`: a Qwen3 configuration with a `dflash_config`, as vLLM, SGLang and the package `dflash`
+    read it.
 
     Raises:
         TrainingError: the draft's layers differ in causality in a way that this layout cannot say.

@@ -48,8 +48,8 @@ class Records:
 def read_records(path: str | Path, *, block_size: int, max_length: int, vocab_size: int) -> Records:
     """Read `{"prompt_ids": [...], "response_ids": [...]}` lines.
 
-    Responses are cut so that a record has at most `max_length` tokens; a response shorter than a block is left out, since a block
-    could not be filled from it.
+    Responses are cut so that a record has at most `max_length` tokens; a response shorter than a block is left out,
+    since a block could not be filled from it.
 
     Raises:
         TrainingError: no file, no line, a line without token ids, a token beyond the vocabulary, or nothing usable.
@@ -135,8 +135,8 @@ def collate(items: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
     """Pad on the right.
 
     Returns:
-        `input_ids (batch, c)`, `lengths (batch,)`, `prompt_lengths (batch,)`, `indices (batch,)`, and where states are cached
-        `taps (batch, c, taps * hidden)` and perhaps `final (batch, c, hidden)`.
+        `input_ids (batch, c)`, `lengths (batch,)`, `prompt_lengths (batch,)`, `indices (batch,)`, and where states are
+        cached `taps (batch, c, taps * hidden)` and perhaps `final (batch, c, hidden)`.
     """
     lengths = torch.tensor([len(item["ids"]) for item in items])
     width = int(lengths.max())

@@ -2,8 +2,9 @@
 
 Owns: batched generation over prompts, the JSONL file of token ids it fills, and going on where it stopped.
 
-Does not know: how a draft is trained. A line of the file is `{"key", "prompt_ids", "response_ids", "finish", "text"}` plus the
-prompt's own `kind`, if it has one; `response_ids` keeps the end-of-sequence token (`finish` is "eos" or "length").
+Does not know: how a draft is trained. A line of the file is `{"key", "prompt_ids", "response_ids", "finish", "text"}`
+plus the prompt's own `kind`, if it has one; `response_ids` keeps the end-of-sequence token (`finish` is "eos" or
+"length").
 """
 
 import hashlib
@@ -24,8 +25,8 @@ from .prompts import Prompt, batches
 class RegenerationSettings:
     """How responses are drawn. Two runs with equal settings and prompts write the same file, however often they stop.
 
-    `temperature=0` is greedy. `seed` matters only when sampling: every batch starts from a seed of its own, made from `seed`
-    and the prompts in it.
+    `temperature=0` is greedy. `seed` matters only when sampling: every batch starts from a seed of its own, made from
+    `seed` and the prompts in it.
     """
 
     max_new_tokens: int = 512
@@ -177,7 +178,8 @@ def _check_settings(out: Path, model: Any, settings: RegenerationSettings) -> No
             )
     elif out.exists() and out.stat().st_size:
         raise TrainingError(
-            f"{out} exists but {path.name} beside it does not: it was not written by `hf-dflash data`; choose another --out"
+            f"{out} exists but {path.name} beside it does not: it was not written by `hf-dflash data`; choose "
+            "another --out"
         )
     else:
         partial = path.with_name(path.name + ".part")

@@ -61,7 +61,7 @@ def train(
 
     Args:
         resume: go on from the newest complete checkpoint in `settings.out`, with the same order of data.
-        target_model, tokenizer: already loaded ones; by default `settings.target` is loaded.
+        target_model, tokenizer: already loaded ones; by default those of `settings.target` are loaded.
         tell: takes lines for the user.
 
     Raises:
@@ -123,9 +123,8 @@ def _load_target(settings: TrainingSettings, model: Any, tokenizer: Any) -> tupl
         model = AutoModelForCausalLM.from_pretrained(settings.target, dtype=dtype, **options)
         if settings.device != "cpu" and torch.cuda.is_available():
             model = model.to("cuda")
-    if tokenizer is None:
         try:
-            tokenizer = AutoTokenizer.from_pretrained(settings.target, **options)
+            tokenizer = tokenizer or AutoTokenizer.from_pretrained(settings.target, **options)
         except (OSError, ValueError):
             # Training reads token ids; without a tokenizer only the choice of the mask token has less to go by.
             tokenizer = None
@@ -169,12 +168,13 @@ def _tell_plan(
 ) -> None:
     config = draft.config
     tell(
-        f"Data: {len(training)} records to train on, {len(held_out)} held out, {records.num_tokens:,} tokens; {records.too_short} left out "
-        f"(shorter than a block), {records.cut} cut to {settings.max_length} tokens."
+        f"Data: {len(training)} records to train on, {len(held_out)} held out, {records.num_tokens:,} tokens; "
+        f"{records.too_short} left out (shorter than a block), {records.cut} cut to {settings.max_length} tokens."
     )
     tell(
-        f"Draft: DFlash {config.dflash_version}, {config.num_hidden_layers} layers, block {config.block_size}, taps {config.target_layer_ids} "
-        f"of {target.name} ({target.text_config.num_hidden_layers} layers), mask token {config.mask_token_id}, "
+        f"Draft: DFlash {config.dflash_version}, {config.num_hidden_layers} layers, block {config.block_size}, "
+        f"taps {config.target_layer_ids} of {target.name} ({target.text_config.num_hidden_layers} layers), "
+        f"mask token {config.mask_token_id}, "
         f"{draft.num_parameters() / 1e6:.1f} million parameters."
     )
 
@@ -226,7 +226,8 @@ def _make_trainer(
     arguments = make_arguments(settings, _use_bf16(settings, target))
     if arguments.world_size > 1 and draft.config.dflash_version == 2:
         raise TrainingError(
-            "DFlash 2 trains on one device: its selector is used outside the draft's forward, where gradients are not shared"
+            "DFlash 2 trains on one device: its selector is used outside the draft's forward, where gradients are "
+            "not shared. Start one process"
         )
     interrupt = StopOnInterrupt()
     trainer = DraftTrainer(
@@ -261,9 +262,8 @@ def _finish(
     measured = None
     if held_out:
         measured = measure_acceptance(draft, target, [(list(r.prompt_ids), list(r.response_ids)) for r in held_out])
-        tell(
-            f"Held-out records: tau {measured.tau:.2f}; accepted by position {' '.join(f'{share:.2f}' for share in measured.by_position)}."
-        )
+        shares = " ".join(f"{share:.2f}" for share in measured.by_position)
+        tell(f"Held-out records: tau {measured.tau:.2f}; accepted by position {shares}.")
     real = _real_tau(settings, target, draft, held_out)
     if real is not None:
         tell(f"generate() on {min(settings.final_prompts, len(held_out))} held-out prompts: tau {real:.2f}.")

@@ -1,6 +1,7 @@
 """Everything that a training run can be told.
 
-Owns: `TrainingSettings`, its checks, its YAML form. The command line has one flag for each field (`hf_dflash.cli.train`).
+Owns: `TrainingSettings`, its checks, its YAML form. The command line has one flag for each field
+(`hf_dflash.cli.train`).
 
 Does not know: what is done with any of it.
 """

@@ -1,7 +1,7 @@
 """The draft before its first step: its shape, its taps, its mask token, its first weights.
 
-Owns: the defaults that follow from a target (all of them written explicitly into the configuration), the choice and check of a
-mask token, weights copied from the target, warm starts.
+Owns: the defaults that follow from a target (all of them written explicitly into the configuration), the choice and
+check of a mask token, weights copied from the target, warm starts.
 
 Does not know: data files beyond token counts, optimisation.
 """
@@ -23,7 +23,8 @@ def default_taps(num_target_layers: int, count: int) -> list[int]:
     """`count` target layers, evenly spread from layer 1 to the fourth last, as in the published drafts.
 
     Example:
-        5 of 36 layers: 1, 9, 17, 25, 33. Targets of fewer than 6 layers are tapped from their first to their last layer.
+        5 of 36 layers: 1, 9, 17, 25, 33. Targets of fewer than 6 layers are tapped from their first to their last
+        layer.
     """
     first, last = (1, num_target_layers - 3) if num_target_layers >= 6 else (0, num_target_layers - 1)
     if count > last - first + 1:
@@ -39,7 +40,8 @@ def default_taps(num_target_layers: int, count: int) -> list[int]:
 def choose_mask_token(target: Target, tokenizer: Any, counts: torch.LongTensor, wanted: int | None) -> int:
     """The id that stands for "to be proposed": one that the target can embed and that no text contains.
 
-    Of the unused ids the tokenizer's own special tokens come first, then ids that the tokenizer does not know, then any other.
+    Of the unused ids the tokenizer's own special tokens come first, then ids that the tokenizer does not know, then
+    any other.
 
     Args:
         counts: `(vocabulary,)` how often each id occurs in the training texts.
@@ -147,7 +149,10 @@ def make_config(target: Target, settings: TrainingSettings, mask_token_id: int) 
 
 
 def _rope_theta(text_config: Any) -> float:
-    """The target's theta; where it has one per layer type, that of full attention. Scaling and M-RoPE sections are not inherited."""
+    """The target's theta; where it has one per layer type, that of full attention.
+
+    Scaling and M-RoPE sections are not inherited.
+    """
     rope = getattr(text_config, "rope_parameters", None) or {}
     rope = rope.get("full_attention", rope)
     return float(rope.get("rope_theta") or 10000.0)
@@ -157,9 +162,9 @@ def _rope_theta(text_config: Any) -> float:
 def copy_from_target(draft: DFlashDraftModel, target: Target) -> list[str]:
     """Start from the target's last attention layers instead of random weights.
 
-    Draft layer i of n takes the projections and norms of the i-th of the target's last n layers with attention, wherever the shapes
-    agree; `norm` takes the target's final norm, `hidden_norm` the input norm of the first layer copied, and `fc` starts as the mean
-    of the taps (an identity over n_taps for each).
+    Draft layer i of n takes the projections and norms of the i-th of the target's last n layers with attention,
+    wherever the shapes agree; `norm` takes the target's final norm, `hidden_norm` the input norm of the first layer
+    copied, and `fc` starts as the mean of the taps (an identity over n_taps for each).
 
     Returns:
         the names of the draft's parameters that were set.
@@ -226,7 +231,8 @@ def check_warm_start(draft: DFlashDraftModel, target: Target, settings: Training
             )
     if max(config.target_layer_ids) >= text.num_hidden_layers:
         raise TrainingError(
-            f"warm_start: the draft taps layers {config.target_layer_ids}, and {target.name} has {text.num_hidden_layers}"
+            f"warm_start: the draft taps layers {config.target_layer_ids}, and {target.name} has "
+            f"{text.num_hidden_layers}"
         )
     for name, found in (
         ("block_size", config.block_size),

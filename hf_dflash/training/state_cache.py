@@ -4,8 +4,8 @@ Owns: memory-mapped safetensors shards of taps (and last hidden states), how lar
 
 Does not know: how states are captured, training.
 
-A cache is a folder of `shard-00000.safetensors`, ... and an `index.json` that is written last: record name to shard, first row
-and rows; a shard holds `taps (rows, taps * hidden)` and perhaps `final (rows, hidden)` in bfloat16.
+A cache is a folder of `shard-00000.safetensors`, ... and an `index.json` that is written last: record name to shard,
+first row and rows; a shard holds `taps (rows, taps * hidden)` and perhaps `final (rows, hidden)` in bfloat16.
 """
 
 import json
@@ -44,8 +44,8 @@ def build_state_cache(
     """Capture the states of every record, or return at once where `folder` already holds them.
 
     Args:
-        description: what the states depend on besides the records (target, taps, with or without last states); stored, and
-            compared when the folder is met again.
+        description: what the states depend on besides the records (target, taps, with or without last states); stored,
+            and compared when the folder is met again.
         on_batch: called with the number of records done.
 
     Raises:
@@ -58,8 +58,9 @@ def build_state_cache(
         found = json.loads(index_path.read_text(encoding="utf-8"))
         if found["description"] != description or set(wanted["records"]) - set(found["records"]):
             raise TrainingError(
-                f"{folder} holds the target states of something else: {found['description']}, {len(found['records'])} records; "
-                f"wanted {description}, {len(records)} records. Choose another states_dir, or delete it"
+                f"{folder} holds the target states of something else: {found['description']}, "
+                f"{len(found['records'])} records; wanted {description}, {len(records)} records. "
+                "Choose another states_dir, or delete it"
             )
         return folder
     folder.mkdir(parents=True, exist_ok=True)
@@ -90,8 +91,8 @@ def _check_room(folder: Path, records: Sequence[Record], description: dict[str, 
     free = shutil.disk_usage(folder).free
     if needed > free:
         raise TrainingError(
-            f"the target states of {tokens:,} tokens need {needed / 1e9:.2f} GB, and {folder} has {free / 1e9:.2f} GB free; "
-            "use states: online, fewer records or another states_dir"
+            f"the target states of {tokens:,} tokens need {needed / 1e9:.2f} GB, and {folder} has "
+            f"{free / 1e9:.2f} GB free; use states: online, fewer records or another states_dir"
         )
 
 

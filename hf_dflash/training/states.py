@@ -21,7 +21,8 @@ class TargetStates:
 
     Attributes:
         taps: `(batch, c, taps * hidden)`, outputs of the tapped decoder layers side by side.
-        final: `(batch, c, hidden)`, what the target's head reads at each position, or None. `final[:, p]` predicts token p + 1.
+        final: `(batch, c, hidden)`, what the target's head reads at each position, or None. `final[:, p]` predicts
+            token p + 1.
     """
 
     taps: torch.Tensor
@@ -29,7 +30,8 @@ class TargetStates:
 
 
 class StateCapture:
-    """Runs the target over whole sequences and keeps taps (and the last hidden state), without its head and without a cache.
+    """Runs the target over whole sequences and keeps taps (and the last hidden state), without its head and without a
+    cache.
 
     Args:
         target: the target.

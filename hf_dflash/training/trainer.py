@@ -2,8 +2,8 @@
 
 Owns: `DraftTrainer` and its callbacks: stopping on Ctrl-C, marking a checkpoint as complete, collecting figures.
 
-Does not know: files of data, the command line, layouts. Logging, mixed precision, several devices, resuming and `report_to` are
-transformers' own.
+Does not know: files of data, the command line, layouts. Logging, mixed precision, several devices, resuming and
+`report_to` are transformers' own.
 """
 
 import json
@@ -26,7 +26,7 @@ from .objective import Objective
 from .records import Record, RecordDataset, collate
 
 COMPLETE = "complete"
-"""Name of the file that is written into a checkpoint last: a folder without it was interrupted and is never resumed from."""
+"""The file that is written into a checkpoint last; a folder without it was interrupted and is not resumed from."""
 
 
 class DraftTrainer(Trainer):

@@ -1,0 +1,203 @@
+"""Prompts, regenerated responses and training records: identity, resuming, and messages for bad input."""
+
+import json
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from hf_dflash.errors import TrainingError
+from hf_dflash.training.prompts import Prompt, batches, read_prompts, to_messages
+from hf_dflash.training.records import RecordDataset, collate, read_records, split
+from hf_dflash.training.regenerate import RegenerationSettings, regenerate
+from tests.tiny_training import tiny_target, write_records
+
+
+class Letters:
+    """A tokenizer of single characters: enough of transformers' interface for reading prompts and writing responses."""
+
+    pad_token_id = 1
+    chat_template = "yes"
+
+    def __call__(self, text, add_special_tokens=True):
+        return {"input_ids": [2 + ord(letter) % 90 for letter in text]}
+
+    def apply_chat_template(self, messages, add_generation_prompt, tokenize, **options):
+        assert add_generation_prompt and not tokenize
+        return "".join(f"<{m['role'][0]}>{m['content']}" for m in messages) + "<a>" + str(options.get("mood", ""))
+
+    def decode(self, ids, skip_special_tokens):
+        return " ".join(map(str, ids))
+
+
+def prompts_file(path, rows):
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return path
+
+
+def test_rows_become_messages_up_to_the_last_user_turn():
+    user = {"role": "user", "content": "hi"}
+    reply = {"role": "assistant", "content": "hello"}
+    assert to_messages({"messages": [user, reply]}, "x") == [user]
+    assert to_messages({"messages": [user, reply, user]}, "x") == [user, reply, user]
+    assert to_messages({"conversations": [{"from": "human", "value": "hi"}, {"from": "gpt", "value": "b"}]}, "x") == [
+        user
+    ]
+    assert to_messages({"instruction": "add", "input": "1 2"}, "x") == [{"role": "user", "content": "add\n\n1 2"}]
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ({"text": "a"}, "found the keys"),
+        ({"messages": [{"role": "assistant", "content": "a"}]}, "no user message"),
+        ({"messages": [{"role": "user", "content": [1]}]}, "text content"),
+        ({"messages": ["hi"]}, "a message must be"),
+    ],
+)
+def test_rows_that_are_no_prompts(row, message):
+    with pytest.raises(TrainingError, match=message):
+        to_messages(row, "x")
+
+
+def test_prompts_are_deduplicated_and_long_ones_left_out(tmp_path):
+    path = prompts_file(
+        tmp_path / "p.jsonl", [{"prompt": "one"}, {"prompt": "two"}, {"prompt": "one"}, {"prompt": "x" * 99}]
+    )
+    prompts = read_prompts(path, Letters(), max_prompt_tokens=30)
+    assert [prompt.source["prompt"] for prompt in prompts] == ["one", "two"]
+    assert read_prompts(path, Letters(), template_options={"mood": "sad"})[0].ids != prompts[0].ids
+
+
+def test_broken_prompt_files(tmp_path):
+    (tmp_path / "empty.jsonl").write_text("\n")
+    with pytest.raises(TrainingError, match="is empty"):
+        read_prompts(tmp_path / "empty.jsonl", Letters())
+    (tmp_path / "broken.jsonl").write_text('{"prompt": "a"}\n{"prompt": \n')
+    with pytest.raises(TrainingError, match="line 2: not JSON"):
+        read_prompts(tmp_path / "broken.jsonl", Letters())
+    with pytest.raises(TrainingError, match="no prompt is left"):
+        read_prompts(prompts_file(tmp_path / "long.jsonl", [{"prompt": "abc"}]), Letters(), max_prompt_tokens=2)
+
+
+def test_batches_group_like_lengths_and_lose_nothing():
+    prompts = [Prompt(tuple(range(n % 7 + 1)) + (n,)) for n in range(20)]
+    cut = batches(prompts, batch_size=4, window=2)
+    assert sorted(p.key for batch in cut for p in batch) == sorted(p.key for p in prompts)
+    assert [len(p.ids) for batch in cut[:2] for p in batch] == sorted(len(p.ids) for p in prompts[:8])
+
+
+@pytest.fixture(scope="module")
+def target():
+    model = tiny_target()
+    model.generation_config.eos_token_id = [0, 7]
+    return model
+
+
+def some_prompts():
+    generator = torch.Generator().manual_seed(3)
+    return [
+        Prompt(tuple(torch.randint(2, 90, (3 + n % 4,), generator=generator).tolist()), {"kind": "k"})
+        for n in range(10)
+    ]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_responses_do_not_depend_on_interruptions(target, tmp_path, temperature):
+    settings = RegenerationSettings(max_new_tokens=12, temperature=temperature, batch_size=4, seed=5)
+    whole = regenerate(target, Letters(), some_prompts(), tmp_path / "whole.jsonl", settings)
+
+    class Stop(Exception):
+        pass
+
+    def stop(done, tokens):
+        raise Stop
+
+    pieces = tmp_path / "pieces.jsonl"
+    with pytest.raises(Stop):
+        regenerate(target, Letters(), some_prompts(), pieces, settings, on_batch=stop)
+    assert len(pieces.read_text().splitlines()) == 4
+    with pieces.open("a") as file:  # a crash in the middle of a line
+        file.write('{"key": "abc", "prompt_')
+    seen = []
+    regenerate(target, Letters(), some_prompts(), pieces, settings, on_batch=lambda done, tokens: seen.append(done))
+    assert pieces.read_text() == whole.read_text()
+    assert seen[-1] == 10
+
+
+def test_responses_are_the_targets_and_keep_the_end(target, tmp_path):
+    out = regenerate(
+        target, Letters(), some_prompts(), tmp_path / "r.jsonl", RegenerationSettings(max_new_tokens=30, batch_size=4)
+    )
+    lines = [json.loads(line) for line in out.read_text().splitlines()]
+    assert {line["finish"] for line in lines} == {"eos", "length"}
+    for line in lines:
+        prompt = torch.tensor([line["prompt_ids"]])
+        alone = target.generate(prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=30, do_sample=False)
+        assert alone[0, prompt.shape[1] :].tolist() == line["response_ids"]
+        assert (line["response_ids"][-1] in (0, 7)) == (line["finish"] == "eos")
+        assert line["kind"] == "k"
+
+
+def test_other_settings_do_not_mix_into_one_file(target, tmp_path):
+    out, prompts = tmp_path / "r.jsonl", some_prompts()[:2]
+    regenerate(target, Letters(), prompts, out, RegenerationSettings(max_new_tokens=4))
+    with pytest.raises(TrainingError, match=r"max_new_tokens 4 \(now 5\)"):
+        regenerate(target, Letters(), prompts, out, RegenerationSettings(max_new_tokens=5))
+    (tmp_path / "other.jsonl").write_text("hello\n")
+    with pytest.raises(TrainingError, match="was not written by"):
+        regenerate(target, Letters(), prompts, tmp_path / "other.jsonl", RegenerationSettings())
+
+
+def read(path, **changes):
+    return read_records(path, **{"block_size": 4, "max_length": 100, "vocab_size": 96, **changes})
+
+
+def test_records_are_cut_and_short_ones_left_out(tmp_path):
+    path = write_records(tmp_path / "d.jsonl", count=3, prompt=5, response=20)
+    with path.open("a") as file:
+        file.write(json.dumps({"prompt_ids": [2, 3], "response_ids": [4, 5, 6]}) + "\n")
+    records = read(path, max_length=12)
+    assert ([len(r) for r in records.kept], records.too_short, records.cut) == ([12, 12, 12], 1, 3)
+    assert records.num_tokens == 36
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ({"messages": []}, "`prompt_ids` must be a list of token ids"),
+        ({"prompt_ids": [1], "response_ids": ["a"]}, "`response_ids` must be a list"),
+        (
+            {"prompt_ids": [1, 96], "response_ids": [2]},
+            "token 96 in `prompt_ids` is outside the target's vocabulary of 96",
+        ),
+        ({"prompt_ids": [1], "response_ids": [2, 3, 4]}, "none of 1 responses has the 4 tokens of a block"),
+    ],
+)
+def test_bad_records(tmp_path, row, message):
+    with pytest.raises(TrainingError, match=message):
+        read(prompts_file(tmp_path / "d.jsonl", [row]))
+
+
+def test_a_missing_data_file_is_named(tmp_path):
+    with pytest.raises(TrainingError, match="does not exist"):
+        read(tmp_path / "nothing.jsonl")
+
+
+def test_the_split_is_the_same_every_time_and_leaves_something():
+    records = [SimpleNamespace(name=n) for n in range(20)]
+    train, held_out = split(records, 5, seed=1)
+    assert split(records, 5, seed=1) == (train, held_out)
+    assert split(records, 5, seed=2) != (train, held_out)
+    assert len(held_out) == 5 and sorted(r.name for r in train + held_out) == list(range(20))
+    with pytest.raises(TrainingError, match="lower `held_out`"):
+        split(records, 20, seed=1)
+
+
+def test_collated_rows_are_padded_on_the_right(tmp_path):
+    records = read(write_records(tmp_path / "d.jsonl", count=2, prompt=3, response=6), max_length=9).kept
+    short = type(records[0])("s", records[1].prompt_ids, records[1].response_ids[:4])
+    data = RecordDataset([records[0], short])
+    batch = collate([data[1], data[0]])
+    assert batch["lengths"].tolist() == [7, 9] and batch["indices"].tolist() == [1, 0]
+    assert batch["input_ids"][0].tolist() == [*short.prompt_ids, *short.response_ids, 0, 0]

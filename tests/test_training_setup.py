@@ -1,0 +1,219 @@
+"""A new draft: taps, mask token, configuration, weights from the target; target states on disk; settings."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+import transformers
+
+from hf_dflash.errors import TrainingError
+from hf_dflash.modeling_dflash import DFlashDraftModel
+from hf_dflash.target import Target
+from hf_dflash.training.records import Record, RecordDataset, collate
+from hf_dflash.training.settings import TrainingSettings
+from hf_dflash.training.setup_draft import (
+    check_warm_start,
+    choose_mask_token,
+    copy_from_target,
+    default_taps,
+    make_config,
+)
+from hf_dflash.training.state_cache import CachedStates, build_state_cache, cache_bytes
+from hf_dflash.training.states import StateCapture
+from tests.tiny_training import VOCABULARY, tiny_settings, tiny_target
+
+
+@pytest.fixture(scope="module")
+def target():
+    return Target(tiny_target())
+
+
+@pytest.mark.parametrize(
+    ("layers", "count", "taps"),
+    [(36, 5, [1, 9, 17, 25, 33]), (30, 5, [1, 8, 14, 20, 27]), (8, 1, [3]), (4, 2, [0, 3]), (6, 3, [1, 2, 3])],
+)
+def test_default_taps_are_evenly_spread(layers, count, taps):
+    assert default_taps(layers, count) == taps
+
+
+def test_too_many_taps():
+    with pytest.raises(TrainingError, match="7 taps do not fit"):
+        default_taps(8, 7)
+
+
+def test_the_mask_token_is_an_unused_one(target):
+    counts = torch.ones(VOCABULARY, dtype=torch.long)
+    counts[[0, 1, 40, 50]] = 0  # 0 and 1 end and pad texts
+    assert choose_mask_token(target, None, counts, None) == 50
+    special = {"all_special_ids": [40], "added_tokens_decoder": {}, "__len__": lambda self: 90}
+    tokenizer = type("Tokenizer", (), special)()
+    assert choose_mask_token(target, tokenizer, counts, None) == 40
+    assert choose_mask_token(target, None, counts, 40) == 40
+    with pytest.raises(TrainingError, match="every token"):
+        choose_mask_token(target, None, torch.ones(VOCABULARY, dtype=torch.long), None)
+
+
+@pytest.mark.parametrize(
+    ("wanted", "message"),
+    [(96, "outside the target's 96"), (0, "eos_token_id"), (1, "pad_token_id"), (5, "occurs 3 times")],
+)
+def test_a_mask_token_that_cannot_be_used(target, wanted, message):
+    counts = torch.zeros(VOCABULARY, dtype=torch.long)
+    counts[5] = 3
+    with pytest.raises(TrainingError, match=message):
+        choose_mask_token(target, None, counts, wanted)
+
+
+def test_the_configuration_says_everything(target, tmp_path):
+    config = make_config(target, tiny_settings(tmp_path, sliding_window=6, version=2), 95)
+    assert (config.target_layer_ids, config.mask_token_id, config.block_size) == ([1, 3], 95, 4)
+    assert (config.layer_types, config.layer_causal, config.sliding_window) == (["sliding_attention"], [False], 6)
+    assert (config.target_num_hidden_layers, config.target_hidden_size, config.vocab_size) == (6, 32, VOCABULARY)
+    assert config.rope_parameters["rope_theta"] == 10000.0 and config.eos_token_id is None
+    assert make_config(target, tiny_settings(tmp_path, sliding_window=6), 95).layer_causal == [True]
+
+
+def test_weights_come_from_the_last_layers(target, tmp_path):
+    draft = DFlashDraftModel(make_config(target, tiny_settings(tmp_path, layers=2), 95))
+    done = copy_from_target(draft, target)
+    assert torch.equal(draft.layers[0].mlp.up_proj.weight, target.layers[4].mlp.up_proj.weight)
+    assert torch.equal(draft.layers[1].self_attn.k_proj.weight, target.layers[5].self_attn.k_proj.weight)
+    taps = torch.randn(1, 3, 64)
+    torch.testing.assert_close(draft.fc(taps), taps.unflatten(-1, (2, 32)).mean(-2))
+    assert "layers.0.self_attn.q_norm.weight" not in done  # a Llama has none
+
+
+def test_norms_that_store_their_scale_less_one_are_understood(tmp_path):
+    config = transformers.Qwen3_5TextConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        linear_key_head_dim=8,
+        linear_value_head_dim=8,
+        linear_num_key_heads=2,
+        linear_num_value_heads=2,
+        layer_types=["linear_attention", "full_attention"] * 2,
+        max_position_embeddings=64,
+        pad_token_id=1,
+        eos_token_id=0,
+        bos_token_id=None,
+    )
+    model = transformers.Qwen3_5ForCausalLM(config).eval().requires_grad_(False)
+    model.model.norm.weight.fill_(0.5)
+    hybrid = Target(model)
+    draft = DFlashDraftModel(make_config(hybrid, tiny_settings(tmp_path, layers=2), 95))
+    done = copy_from_target(draft, hybrid)
+    torch.testing.assert_close(draft.norm.weight, torch.full((32,), 1.5))
+    # Only attention layers are copied from, and of those not the query projection, which also makes a gate there.
+    assert torch.equal(draft.layers[0].self_attn.k_proj.weight, model.model.layers[1].self_attn.k_proj.weight)
+    assert not any("q_proj" in name for name in done)
+
+
+def test_a_warm_start_must_fit(target, tmp_path):
+    draft = DFlashDraftModel(make_config(target, tiny_settings(tmp_path), 95))
+    check_warm_start(draft, target, tiny_settings(tmp_path))
+    with pytest.raises(TrainingError, match="block_size 4, and the settings ask for 8"):
+        check_warm_start(draft, target, tiny_settings(tmp_path, block_size=8))
+    with pytest.raises(TrainingError, match="target layers 6, and .* has 5"):
+        check_warm_start(draft, Target(tiny_target(num_hidden_layers=5)), tiny_settings(tmp_path))
+
+
+def test_states_are_layer_outputs_before_the_final_norm(target):
+    ids = torch.tensor([[5, 6, 7, 8], [9, 10, 11, 0]])
+    states = StateCapture(target, [1, 5], with_final=True)(ids)
+    seen = {}
+    hook = target.layers[5].register_forward_hook(lambda m, i, o: seen.update(last=o if torch.is_tensor(o) else o[0]))
+    out = target.model.model(ids, output_hidden_states=True)
+    hook.remove()
+    torch.testing.assert_close(states.taps, torch.cat([out.hidden_states[2], seen["last"]], -1))
+    torch.testing.assert_close(states.final, out.last_hidden_state)
+    assert not torch.allclose(seen["last"], out.last_hidden_state)
+
+
+def some_records():
+    return [Record(str(n), (5, 6, 7), tuple(range(10, 15 + n))) for n in range(5)]
+
+
+def description():
+    return {"target": "tiny", "taps_width": 64, "final_width": 32}
+
+
+@pytest.mark.parametrize("with_final", [True, False])
+def test_cached_states_are_the_captured_ones(target, tmp_path, with_final):
+    capture = StateCapture(target, [1, 4], with_final=with_final)
+    records = some_records()
+    folder = build_state_cache(tmp_path / "s", records, capture, description(), batch_size=2, rows_per_shard=20)
+    assert len(list(folder.glob("*.safetensors"))) > 1
+    cached = CachedStates(folder)
+    for record in records:
+        states = capture(torch.tensor([record.prompt_ids + record.response_ids]))
+        taps, final = cached[record.name]
+        assert torch.equal(taps, states.taps[0].bfloat16())
+        assert final is None if not with_final else torch.equal(final, states.final[0].bfloat16())
+    batch = collate([RecordDataset(records, cached)[index] for index in (0, 3)])
+    assert batch["taps"].shape == (2, 11, 64) and ("final" in batch) == with_final
+
+
+def test_a_state_cache_is_told_from_another(target, tmp_path):
+    capture = StateCapture(target, [1, 4])
+    build_state_cache(tmp_path, some_records(), capture, description())
+    before = (tmp_path / "index.json").stat().st_mtime_ns
+    build_state_cache(tmp_path, some_records()[:2], capture, description())
+    assert (tmp_path / "index.json").stat().st_mtime_ns == before
+    with pytest.raises(TrainingError, match="something else"):
+        build_state_cache(tmp_path, some_records(), capture, {**description(), "target": "other"})
+    with pytest.raises(TrainingError, match="something else"):
+        build_state_cache(tmp_path, [*some_records(), Record("new", (5,), (6, 7))], capture, description())
+
+
+def test_a_full_disk_is_told_before_and_while_writing(target, tmp_path, monkeypatch):
+    capture = StateCapture(target, [1, 4])
+    assert cache_bytes(1000, 64, 32) == 192_000
+    with monkeypatch.context() as patch:
+        patch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(free=100))
+        with pytest.raises(TrainingError, match=r"50 tokens need 0\.00 GB"):
+            build_state_cache(tmp_path / "a", some_records(), capture, description())
+
+    def full(*args, **kwargs):
+        raise OSError("No space left on device")
+
+    monkeypatch.setattr("hf_dflash.training.state_cache.save_file", full)
+    with pytest.raises(TrainingError, match="is the disk full"):
+        build_state_cache(tmp_path / "b", some_records(), capture, description())
+    assert list((tmp_path / "b").iterdir()) == []
+
+
+def test_settings_travel_through_yaml(tmp_path):
+    settings = tiny_settings(tmp_path, taps=[1, 2], learning_rate=3e-4, gamma=2.5)
+    settings.to_yaml(tmp_path / "s.yaml")
+    assert TrainingSettings.from_yaml(tmp_path / "s.yaml") == settings
+    (tmp_path / "t.yaml").write_text("learning_rate: 6e-4\nepochs: 2\n")
+    read = TrainingSettings.from_yaml(tmp_path / "t.yaml")
+    assert (read.learning_rate, read.epochs) == (6e-4, 2.0)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("blocksize: 8", "unknown settings blocksize"),
+        ("block_size: eight", "`block_size` must be int; found 'eight'"),
+        ("taps: 3", "`taps` must be"),
+        ("- 1", "expected a mapping"),
+        ("a: [", "not YAML"),
+    ],
+)
+def test_settings_that_cannot_be_read(tmp_path, text, message):
+    (tmp_path / "s.yaml").write_text(text)
+    with pytest.raises(TrainingError, match=message):
+        TrainingSettings.from_yaml(tmp_path / "s.yaml")
+
+
+def test_all_mistakes_in_settings_are_told_at_once():
+    with pytest.raises(TrainingError) as error:
+        TrainingSettings(target="t", version=3, distillation=2.0, block_size=1, d_pace_alpha=0.0).check()
+    for name in ("data", "out", "version", "distillation", "block_size", "d_pace_alpha"):
+        assert f"`{name}`" in str(error.value)
