@@ -17,6 +17,7 @@ from transformers import GenerationConfig, GenerationMixin, MuseGlimmerAssistant
 from transformers.generation.stopping_criteria import StopStringCriteria
 from transformers.pipelines import base as pipelines_base
 
+from . import block_attention
 from .errors import UnsupportedOptionError
 from .generation import DFlashGenerate
 from .loading import adopt_draft, is_draft, is_draft_checkpoint, load_draft
@@ -30,6 +31,7 @@ def install() -> None:
     """Let `generate(assistant_model=<DFlash draft>)` and `pipeline(..., assistant_model=...)` reach the DFlash loop;
     safe twice.
     """
+    block_attention.install()
     if not hasattr(GenerationMixin.generate, _INSTALLED):
         GenerationMixin.generate = _dispatching(GenerationMixin.generate)
     if not hasattr(pipelines_base.load_assistant_model, _INSTALLED):

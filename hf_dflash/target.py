@@ -18,6 +18,7 @@ from torch import nn
 from transformers import GenerationConfig, PreTrainedModel
 from transformers.utils import ModelOutput, logging
 
+from .block_attention import block_attention
 from .errors import UnsupportedTargetError
 
 logger = logging.get_logger(__name__)
@@ -185,7 +186,8 @@ class Target:
             the model's output; the last row of its logits is the distribution of the first new token.
         """
         if "logits_to_keep" in model_kwargs and getattr(self.text_config, "num_kv_shared_layers", 0):
-            # Such targets (Gemma 4) run their last layers for the kept tokens only, and a tap there would miss the prompt.
+            # Such targets (Gemma 4) run their last layers for the kept tokens only, and a tap there would miss the
+            # prompt.
             # They do so for a count of tokens to keep, not for a list of indices: the last one is [-1].
             model_kwargs = {**model_kwargs, "logits_to_keep": torch.tensor([-1], device=input_ids.device)}
         return self.model._prefill(input_ids, generation_config, model_kwargs)
@@ -206,7 +208,8 @@ class Target:
         inputs = self.model.prepare_inputs_for_generation(ids, next_sequence_length=block_length, **model_kwargs)
         if "logits_to_keep" in inputs:
             inputs["logits_to_keep"] = block_length
-        outputs = self.model(**inputs, return_dict=True)
+        with block_attention():
+            outputs = self.model(**inputs, return_dict=True)
         outputs.logits = outputs.logits[:, -block_length:]
         return outputs
 

@@ -23,6 +23,7 @@ LEVELS = {
     "modeling_dflash": 2,
     "layouts": 2,
     "cache": 2,
+    "block_attention": 2,
     "target": 3,
     "processes": 3,
     "loading": 3,

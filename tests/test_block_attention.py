@@ -1,0 +1,112 @@
+"""Attention of a verified block: the same values as transformers' function, no copy of the context, off outside
+blocks.
+"""
+
+import threading
+
+import pytest
+import torch
+from families import FAMILIES
+from transformers import AttentionInterface
+
+from hf_dflash import block_attention
+from hf_dflash.block_attention import grouped_attention
+
+
+class Module:
+    """What transformers' function looks at in an attention module."""
+
+    is_causal = True
+    training = False
+
+    def __init__(self, groups):
+        self.num_key_value_groups = groups
+
+
+def inputs(key_heads=2, groups=3, n=5, keys=37, dtype=torch.float32):
+    generator = torch.Generator().manual_seed(0)
+
+    def random(*shape):
+        return torch.randn(*shape, generator=generator).to(dtype)
+
+    mask = torch.ones(n, keys, dtype=torch.bool).tril(keys - n)
+    mask[:, :4] = False
+    buffers = random(2, key_heads, keys + 9, 16), random(2, key_heads, keys + 9, 16)
+    return random(2, key_heads * groups, n, 16), *(b[:, :, :keys] for b in buffers), mask.expand(2, 1, n, keys)
+
+
+def plain_attention(groups, query, key, value, mask, **kwargs):
+    return AttentionInterface()["sdpa"](Module(groups), query, key, value, mask, **kwargs)[0]
+
+
+@pytest.mark.parametrize("additive", [False, True])
+@pytest.mark.parametrize("groups", [2, 3, 8])
+def test_equal_to_transformers_function(groups, additive):
+    query, key, value, mask = inputs(groups=groups)
+    if additive:
+        mask = torch.zeros(mask.shape).masked_fill(~mask, torch.finfo(torch.float32).min)
+    wanted = plain_attention(groups, query, key, value, mask, scaling=0.3)
+    got = grouped_attention(query, key, value, mask, scaling=0.3)
+    torch.testing.assert_close(got, wanted, rtol=1e-5, atol=1e-6)
+
+
+def test_query_heads_in_another_order_are_told_apart():
+    """The control: with the heads shuffled the values differ."""
+    query, key, value, mask = inputs()
+    wanted = plain_attention(3, query, key, value, mask, scaling=0.3)
+    got = grouped_attention(query[:, [0, 2, 4, 1, 3, 5]], key, value, mask, scaling=0.3)
+    assert (got - wanted).abs().max() > 0.1
+
+
+@pytest.fixture
+def calls(monkeypatch):
+    """How often the stand-in served, by what it returned."""
+    served = []
+    grouped = block_attention.grouped_attention
+    monkeypatch.setattr(block_attention, "grouped_attention", lambda *a: (served.append(1), grouped(*a))[1])
+    return served
+
+
+def test_it_serves_inside_a_block_only(calls):
+    query, key, value, mask = inputs()
+    outside = plain_attention(3, query, key, value, mask)
+    assert not calls
+    with block_attention.block_attention():
+        inside = plain_attention(3, query, key, value, mask)
+        elsewhere = []
+        other = threading.Thread(target=lambda: elsewhere.append(plain_attention(3, query, key, value, mask)))
+        other.start()
+        other.join()
+    assert len(calls) == 1
+    torch.testing.assert_close(inside, outside, rtol=1e-5, atol=1e-6)
+    assert torch.equal(elsewhere[0], outside)
+
+
+def test_what_it_does_not_know_goes_to_transformers(calls):
+    query, key, value, mask = inputs()
+    with block_attention.block_attention():
+        plain_attention(3, query[:, :, :1], key, value, mask[:, :, :1])
+        plain_attention(1, query[:, :2], key, value, mask)
+        plain_attention(3, query, key, value, None)
+        plain_attention(3, query, key, value, mask.expand(2, 6, 5, 37))
+        with pytest.raises(ValueError, match="softcap"):
+            plain_attention(3, query, key, value, mask, softcap=30.0)
+    assert not calls
+
+
+def test_a_verify_forward_of_a_target_uses_it(calls):
+    from lossless import assert_same, both, prompt
+    from oracle import randomly
+
+    target = FAMILIES["llama"].build(0)
+    assert target.config._attn_implementation == "sdpa"
+    pair = both(target, {"inputs": prompt()}, randomly(1, 5), max_new_tokens=20, do_sample=False)
+    assert_same(pair)
+    full_rounds = sum(proposed > 0 for proposed in pair.statistics.proposed)
+    assert len(calls) == full_rounds * target.config.num_hidden_layers
+
+
+def test_installing_twice_stands_once():
+    before = AttentionInterface()["sdpa"]
+    block_attention.install()
+    assert AttentionInterface()["sdpa"] is before
