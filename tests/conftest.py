@@ -24,6 +24,14 @@ def tiny_folders(tmp_path_factory):
     return write_tiny_pair(tmp_path_factory.mktemp("tiny_pair"))
 
 
+@pytest.fixture(scope="session")
+def smollm2():
+    """Folders of SmolLM2-135M-Instruct and of the shipped draft; for tests marked slow."""
+    from smollm2 import smollm2_folders
+
+    return smollm2_folders()
+
+
 @pytest.fixture
 def run_cli(monkeypatch, capsys) -> Callable[..., Ended]:
     """Run `hf-dflash` in this process, as the console script does."""

@@ -1,0 +1,110 @@
+"""The documentation: twins in both languages, links, the built site, and code that runs.
+
+A fenced block behind `<!-- not run: why -->` is left out; every other `python` and `bash` block must run. Models that
+are too large for this machine are replaced by the SmolLM2 pair, and long answers by short ones.
+"""
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+DOCS = ROOT / "docs"
+PAGES = sorted(path.name for path in DOCS.glob("*.md"))
+FENCE = re.compile(r"(?P<comment><!-- not run: [^\n]+ -->\n)?^```(?P<language>\w*)\n(?P<code>.*?)^```$", re.M | re.S)
+LINK = re.compile(r"!?\[[^\]]*\]\((?P<address>[^)\s]+)\)")
+
+
+class Block(NamedTuple):
+    language: str
+    code: str
+    runs: bool
+
+
+def blocks(page: Path) -> list[Block]:
+    found = FENCE.finditer(page.read_text(encoding="utf-8"))
+    return [Block(match["language"], match["code"], match["comment"] is None) for match in found]
+
+
+def prose(page: Path) -> str:
+    return FENCE.sub("", page.read_text(encoding="utf-8"))
+
+
+def headings(text: str) -> list[int]:
+    return [len(match[1]) for match in re.finditer(r"^(#+) ", text, re.M)]
+
+
+def test_every_page_has_its_twin():
+    assert PAGES
+    assert sorted(path.name for path in (DOCS / "zh_cn").glob("*.md")) == PAGES
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_twins_have_the_same_code_and_the_same_sections(name):
+    english, chinese = DOCS / name, DOCS / "zh_cn" / name
+    assert blocks(english) == blocks(chinese)
+    assert headings(prose(english)) == headings(prose(chinese))
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_the_twin_is_chinese(name):
+    text = prose(DOCS / "zh_cn" / name)
+    assert re.search("[\u4e00-\u9fff]", text)
+    assert not re.search("[\u4e00-\u9fff]", prose(DOCS / name))
+
+
+def every_page() -> list[Path]:
+    return [ROOT / "README.md", ROOT / "CHANGELOG.md", *DOCS.glob("*.md"), *(DOCS / "zh_cn").glob("*.md")]
+
+
+@pytest.mark.parametrize("page", every_page(), ids=lambda page: str(page.relative_to(ROOT)))
+def test_links_lead_somewhere(page):
+    local = [match["address"] for match in LINK.finditer(prose(page)) if ":" not in match["address"].split("/")[0]]
+    files = [address.partition("#")[0] for address in local if not address.startswith("#")]
+    assert [file for file in files if not (page.parent / file).exists()] == []
+
+
+def test_the_site_builds_without_a_warning(tmp_path):
+    pytest.importorskip("mkdocs")
+    pytest.importorskip("material")
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path / "site")]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "Loads a DFlash draft" in (tmp_path / "site" / "api" / "index.html").read_text(encoding="utf-8")
+
+
+def runnable() -> list:
+    pages = [ROOT / "README.md", *(DOCS / name for name in PAGES)]
+    found = [(page, number, block) for page in pages for number, block in enumerate(blocks(page), 1) if block.runs]
+    found = [each for each in found if each[2].language in ("python", "bash")]
+    return [pytest.param(block, id=f"{page.stem}-{number}") for page, number, block in found]
+
+
+def replace_models(code: str, target: str, draft: str) -> str:
+    """The code with the pair of this machine and short answers."""
+    code = code.replace("z-lab/Qwen3-8B-DFlash-b16", draft).replace("Qwen/Qwen3-8B", target)
+    code = code.replace("max_new_tokens=256", "max_new_tokens=12").replace(
+        '"max_new_tokens": 256', '"max_new_tokens": 12'
+    )
+    return code.replace("-n 256", "-n 12")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("block", runnable())
+def test_code_runs(block, smollm2, tmp_path):
+    code = replace_models(block.code, smollm2.target, smollm2.draft)
+    if block.language == "bash":
+        command = f"{shlex.quote(sys.executable)} -m hf_dflash"
+        code = "set -e\n" + re.sub(r"\bhf-dflash\b", command, code)
+        arguments = ["bash", "-c", code]
+    else:
+        arguments = [sys.executable, "-c", code]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"}
+    done = subprocess.run(arguments, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, f"{code}\n{done.stdout}\n{done.stderr}"

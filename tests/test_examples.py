@@ -1,0 +1,47 @@
+"""The examples run, on the real small pair; those that need what is not here at least parse their arguments."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+EXAMPLES = Path(__file__).parent.parent / "examples"
+NEEDS_MORE = {"awq_target.py"}
+SCRIPTS = sorted(path.name for path in EXAMPLES.glob("*.py"))
+
+
+def run_example(name: str, *arguments: str) -> subprocess.CompletedProcess:
+    command = [sys.executable, str(EXAMPLES / name), *arguments]
+    return subprocess.run(command, cwd=EXAMPLES.parent, capture_output=True, text=True, timeout=600)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [name for name in SCRIPTS if name not in NEEDS_MORE])
+def test_example_runs(name, smollm2):
+    done = run_example(name)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.strip()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", sorted(NEEDS_MORE))
+def test_example_shows_its_help(name):
+    done = run_example(name, "--help")
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.slow
+def test_notebook_runs(smollm2):
+    nbformat = pytest.importorskip("nbformat")
+    nbclient = pytest.importorskip("nbclient")
+    notebook = nbformat.read(EXAMPLES / "quickstart.ipynb", as_version=4)
+    nbclient.NotebookClient(notebook, timeout=600, kernel_name="python3").execute(cwd=str(EXAMPLES.parent))
+    told = [output.get("text", "") for cell in notebook.cells for output in cell.get("outputs", [])]
+    assert any("tokens per forward of the target" in text for text in told)
+
+
+def test_the_notebook_in_the_repository_has_no_outputs():
+    nbformat = pytest.importorskip("nbformat")
+    notebook = nbformat.read(EXAMPLES / "quickstart.ipynb", as_version=4)
+    assert [cell.outputs for cell in notebook.cells if cell.get("outputs")] == []
