@@ -38,15 +38,50 @@ class ConvolutionInputs:
             return self.inputs[..., ends[0] - self.width : ends[0]]
         return torch.stack([row[:, end - self.width : end] for row, end in zip(self.inputs, ends, strict=True)])
 
-    def convolve(self, convolution: nn.Conv1d, activation: str, count: int) -> torch.Tensor:
-        """Outputs `(batch, count, channels)` at the first `count` new inputs, computed as the layer's forward does."""
+    def window(self, reach: int, count: int, first_channel: int = 0) -> torch.Tensor:
+        """The inputs `(batch, channels, reach + count)` that the outputs at the first `count` new inputs depend on.
+
+        With 4 earlier inputs, a reach of 3 and a count of 2 these are the inputs 1 to 5. A missing past is zeros.
+        """
         past = self.inputs.shape[-1] - self.tokens
-        reach = convolution.kernel_size[0] - 1
-        # The output at input `past` needs the inputs past - reach .. past; a missing past is zeros.
-        window = self.inputs[..., max(past - reach, 0) : past + count]
-        if past < reach:
-            window = F.pad(window, (reach - past, 0))
-        mixed = F.conv1d(
-            window.to(convolution.weight.dtype), convolution.weight, convolution.bias, groups=convolution.groups
-        )
-        return ACT2FN[activation](mixed).to(window.dtype).transpose(1, 2)
+        window = self.inputs[:, first_channel:, max(past - reach, 0) : past + count]
+        return window if past >= reach else F.pad(window, (reach - past, 0))
+
+
+class StackedConvolution:
+    """The short convolutions of several layers as one, for a few tokens.
+
+    Taps are multiplied and summed with channels last: convolution kernels are slow on many channels and few positions.
+
+    Args:
+        convolutions: of the same shape, on one device, one filter per channel.
+        activation: name of the function behind them.
+        first_channel: channels before this one are left out.
+    """
+
+    def __init__(self, convolutions: list[nn.Conv1d], activation: str, first_channel: int = 0):
+        self._first_channel = first_channel
+        self._activation = ACT2FN[activation]
+        weights = [convolution.weight[first_channel:, 0].float() for convolution in convolutions]
+        self._taps = torch.cat(weights).t().contiguous()
+        self._bias = None
+        if convolutions[0].bias is not None:
+            self._bias = torch.cat([convolution.bias[first_channel:].float() for convolution in convolutions])
+
+    def __call__(self, inputs: list[ConvolutionInputs], count: int) -> torch.Tensor:
+        """Outputs at the first `count` new inputs, rounded as the layers' own forward rounds them.
+
+        Returns:
+            `(batch, count, layers, channels)` fp32.
+        """
+        reach = len(self._taps) - 1
+        windows = [part.window(reach, count, self._first_channel).transpose(1, 2) for part in inputs]
+        joint = torch.cat(windows, dim=2).float()
+        # The output at position i is the sum over taps j of input i + j: i + reach is the newest.
+        mixed = joint[:, :count] * self._taps[0]
+        for shift, tap in enumerate(self._taps[1:], start=1):
+            mixed.addcmul_(joint[:, shift : shift + count], tap)
+        if self._bias is not None:
+            mixed += self._bias
+        mixed = self._activation(mixed.to(windows[0].dtype)).float()
+        return mixed.unflatten(2, (len(inputs), -1))

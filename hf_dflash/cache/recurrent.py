@@ -1,9 +1,9 @@
 """Recurrent and convolution layers of the target's cache: a saved state, and the accepted tokens replayed from it.
 
-Owns: the stand-in for transformers' `LinearAttentionLayer`: what is recorded while a block is read, and the choice
-between a replay and running the mixer again.
+Owns: the stand-in for transformers' `LinearAttentionLayer`: what is recorded while a block is read, and running the
+mixer again where no replay can be trusted.
 
-Does not know: the recurrences (`delta_rule`, `state_space`), attention.
+Does not know: the recurrences (`delta_rule`, `state_space`), which layers are replayed together, attention.
 """
 
 import torch
@@ -13,15 +13,8 @@ from transformers.cache_utils import LinearAttentionLayer
 from ..errors import UnsupportedTargetError
 from .block_layer import BlockLayer, LayerPlan, same_for_all_rows
 from .convolution import ConvolutionInputs
-from .delta_rule import ChannelDeltaReplay, DeltaReplay
-from .replay import OutputRecorder, Replay, run_again
-from .state_space import StateSpaceReplay
-
-REPLAYS: tuple[type[Replay], ...] = (DeltaReplay, ChannelDeltaReplay, StateSpaceReplay)
-
-#: A replay is used once it has reproduced what a forward did to the state up to this share of the change. A formula
-#: that is not the layer's is off by its own size; rounding, of bf16 kernels too, stays far below.
-TRUSTED_ERROR = 0.05
+from .replay import BlockRecord, OutputRecorder, run_again
+from .replay_group import replay_for
 
 
 class RecurrentLayer(BlockLayer, LinearAttentionLayer):
@@ -37,8 +30,7 @@ class RecurrentLayer(BlockLayer, LinearAttentionLayer):
         LinearAttentionLayer.__init__(self, number_of_states=original.number_of_states)
         self.original = original
         self._plan = plan
-        self._replay = replay_for(plan.mixer)
-        self._replay_is_trusted = False
+        self.mixer = plan.mixer
         self._recorder: OutputRecorder | None = None
         self._handle = None
         # The mixers then show every token to `update_conv_state`, also one that comes alone.
@@ -49,9 +41,10 @@ class RecurrentLayer(BlockLayer, LinearAttentionLayer):
         self._forget_block()
 
     def start(self) -> None:
-        self._handle = self._plan.mixer.register_forward_pre_hook(self._before_mixer, with_kwargs=True)
-        if self._replay is not None:
-            self._recorder = OutputRecorder(self._replay.sources(), self._plan.block_size)
+        self._handle = self.mixer.register_forward_pre_hook(self._before_mixer, with_kwargs=True)
+        replay = replay_for(self.mixer)
+        if replay is not None:
+            self._recorder = OutputRecorder(replay.sources(self.mixer), self._plan.block_size)
 
     def update_conv_state(
         self, conv_states: torch.Tensor, state_idx: int = 0, conv_kernel_size: int | None = None, **kwargs
@@ -92,9 +85,17 @@ class RecurrentLayer(BlockLayer, LinearAttentionLayer):
         self._forget_block()
         self._reading_block = True
 
+    def record(self) -> BlockRecord | None:
+        """What a replay needs of the open block; None when a part of it was not seen, or nothing recurs (LFM2)."""
+        if self._outputs is None or 0 not in self._inputs or not self.is_recurrent_states_initialized[0]:
+            return None
+        return BlockRecord(self._before[1][0], self.recurrent_states[0], self._inputs[0], self._outputs)
+
+    def take_over(self, state: torch.Tensor) -> None:
+        """The recurrent state after the accepted tokens, for the `commit` that follows."""
+        self._replayed = state.to(self.recurrent_states[0].dtype)
+
     def commit(self, kept: list[int], verified: int) -> None:
-        if verified > 1 and not self._replay_is_trusted:
-            self._try_replay(verified)
         if min(kept) < verified:
             self._move_on(kept, verified)
         self._reading_block = False
@@ -124,25 +125,15 @@ class RecurrentLayer(BlockLayer, LinearAttentionLayer):
             for states in (self.conv_states, self.recurrent_states):
                 states.update({index: None if state is None else state.clone() for index, state in states.items()})
 
-    def _try_replay(self, verified: int) -> None:
-        """Compare the replay of the whole block with what the forward did to the state, once per call."""
-        if self._replay is None or self._outputs is None or not self._inputs:
-            return
-        before, after = self._before[1][0], self.recurrent_states[0]
-        replayed = self._replay.advance(before, self._inputs[0], self._outputs, [verified] * after.shape[0])
-        change = after if before is None else after - before
-        self._replay_is_trusted = bool((replayed - after).norm() <= TRUSTED_ERROR * change.norm())
-
     def _move_on(self, kept: list[int], verified: int) -> None:
         """Replace the states after the block by those after its first `kept[row]` tokens."""
-        has_recurrence = any(self.is_recurrent_states_initialized.values())
+        recurs = any(self.is_recurrent_states_initialized.values())
         convolved = all(index in self._inputs for index, there in self.is_conv_states_initialized.items() if there)
-        if not convolved or (has_recurrence and not self._replay_is_trusted):
+        if not convolved or (recurs and self._replayed is None):
             self._run_mixer_again(same_for_all_rows(kept), verified)
             return
-        if has_recurrence:
-            before = self._before[1][0]
-            self.recurrent_states[0] = self._replay.advance(before, self._inputs[0], self._outputs, kept)
+        if recurs:
+            self.recurrent_states[0] = self._replayed
         for index, inputs in self._inputs.items():
             self.conv_states[index] = inputs.state_after(kept)
 
@@ -150,7 +141,7 @@ class RecurrentLayer(BlockLayer, LinearAttentionLayer):
         """The generic fallback: the mixer itself reads the accepted tokens from the saved state."""
         if self._call is None:
             raise UnsupportedTargetError(
-                f"A recurrent layer of the target ({type(self._plan.mixer).__name__}) changed its state without being "
+                f"A recurrent layer of the target ({type(self.mixer).__name__}) changed its state without being "
                 "called with the target's cache, so its last block cannot be rolled back."
             )
         self._reading_block = False
@@ -158,7 +149,7 @@ class RecurrentLayer(BlockLayer, LinearAttentionLayer):
         for states in (self.conv_states, self.recurrent_states):
             states.update({index: None if state is None else state.clone() for index, state in states.items()})
         args, kwargs = self._call
-        run_again(self._plan.mixer, args, kwargs, verified, count)
+        run_again(self.mixer, args, kwargs, verified, count)
 
     def _snapshot(self) -> tuple[dict, dict, dict]:
         """The states as they are; nothing is copied, since updates assign new tensors."""
@@ -173,14 +164,8 @@ class RecurrentLayer(BlockLayer, LinearAttentionLayer):
     def _forget_block(self) -> None:
         self._inputs: dict[int, ConvolutionInputs] = {}
         self._outputs: list[torch.Tensor] | None = None
+        self._replayed: torch.Tensor | None = None
         self._call: tuple[tuple, dict] | None = None
-
-
-def replay_for(mixer: nn.Module) -> Replay | None:
-    """The replay that understands a mixer, unless its weights are only there while it runs (accelerate's offload)."""
-    if any(parameter.is_meta for parameter in mixer.parameters()):
-        return None
-    return next((replay(mixer) for replay in REPLAYS if replay.understands(mixer)), None)
 
 
 def _tokens_of(args: tuple, kwargs: dict) -> int:

@@ -1,6 +1,6 @@
-"""Moving a recurrent state on by the accepted tokens, from what the verify forward already computed.
+"""Moving recurrent states on by the accepted tokens, from what the verify forward already computed.
 
-Owns: the interface of a replay, the hooks that record what it needs, and the generic fallback that runs the layer
+Owns: the interface of a replay, what it is given, the hooks that record it, and the generic fallback that runs a layer
 again.
 
 Does not know: any recurrence; when a prefix is committed.
@@ -8,6 +8,7 @@ Does not know: any recurrence; when a prefix is committed.
 
 import threading
 from abc import ABC, abstractmethod
+from dataclasses import dataclass
 
 import torch
 from torch import nn
@@ -15,39 +16,62 @@ from torch import nn
 from .convolution import ConvolutionInputs
 
 
-class Replay(ABC):
-    """How one kind of recurrent layer moves its state on.
+@dataclass(frozen=True)
+class BlockRecord:
+    """What one layer's forward left of a block.
 
-    Args:
-        mixer: the module that holds the layer's weights.
+    Attributes:
+        before: the recurrent state before the block; None means zeros.
+        after: the state behind the whole block.
+        inputs: what the convolution read.
+        outputs: what the modules that the replay names returned, `(batch, tokens, ...)` each.
     """
 
-    def __init__(self, mixer: nn.Module):
-        self.mixer = mixer
+    before: torch.Tensor | None
+    after: torch.Tensor
+    inputs: ConvolutionInputs
+    outputs: list[torch.Tensor]
+
+    def start(self) -> torch.Tensor:
+        """The state before the block, in fp32."""
+        return torch.zeros_like(self.after, dtype=torch.float32) if self.before is None else self.before.float()
+
+    def destination(self, overwrite: bool) -> torch.Tensor:
+        """Where the new state is to be written, in fp32: over the state behind the block, or apart.
+
+        Fresh memory costs more than the arithmetic: a state is megabytes, and the system clears each page of it.
+        """
+        if overwrite and self.after.is_contiguous() and self.after.dtype == torch.float32:
+            return self.after
+        return torch.empty(self.after.shape, dtype=torch.float32, device=self.after.device)
+
+
+class Replay(ABC):
+    """How one kind of recurrent layer moves its state on, for several layers of the same shape at once.
+
+    Args:
+        mixers: the modules that hold the layers' weights.
+    """
+
+    def __init__(self, mixers: list[nn.Module]):
+        self.mixers = mixers
 
     @classmethod
     @abstractmethod
     def understands(cls, mixer: nn.Module) -> bool:
         """Whether the mixer has the attributes that the replay reads."""
 
+    @staticmethod
     @abstractmethod
-    def sources(self) -> list[nn.Module]:
-        """Submodules of the mixer whose outputs the replay needs; each runs once per forward."""
+    def sources(mixer: nn.Module) -> list[nn.Module]:
+        """Submodules of a mixer whose outputs the replay needs; each runs once per forward."""
 
     @abstractmethod
-    def advance(
-        self,
-        state: torch.Tensor | None,
-        inputs: ConvolutionInputs,
-        outputs: list[torch.Tensor],
-        kept: list[int],
-    ) -> torch.Tensor:
-        """The state after the first `kept[row]` tokens of a block.
+    def advance(self, records: list[BlockRecord], kept: list[int], overwrite: bool) -> list[torch.Tensor]:
+        """Per layer the state after the first `kept[row]` tokens of a block.
 
         Args:
-            state: the recurrent state before the block; None means zeros.
-            inputs: what the mixer's convolution read in the block.
-            outputs: what `sources` returned, `(batch, tokens, ...)` each.
+            overwrite: whether the states behind the block may be overwritten by the result.
         """
 
 
@@ -101,3 +125,18 @@ def run_again(mixer: nn.Module, args: tuple, kwargs: dict, tokens: int, count: i
         return value
 
     mixer(*cut(args), **{name: cut(value) for name, value in kwargs.items()})
+
+
+def decay_factor(log_decay: torch.Tensor) -> torch.Tensor:
+    """`exp` of a decay between two tokens, the later minus the earlier; entries above 0 (the wrong order) are not used.
+
+    e^-60 and e^-100 both forget all that fp32 can tell, but the second makes denormal numbers, which are slow.
+    """
+    return log_decay.clamp(-60.0, 0.0).exp()
+
+
+def accepted_steps(kept: list[int], count: int, like: torch.Tensor) -> torch.Tensor | None:
+    """`(batch, count)` of 1 for accepted tokens and 0 for rejected ones; None when all rows keep all `count`."""
+    if min(kept) == count:
+        return None
+    return (torch.arange(count) < torch.tensor(kept)[:, None]).to(like)

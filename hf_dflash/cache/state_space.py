@@ -12,72 +12,79 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from .convolution import ConvolutionInputs
-from .replay import Replay
+from .convolution import StackedConvolution
+from .replay import BlockRecord, Replay, accepted_steps, decay_factor
 
 
-def advance_state_space(
-    state: torch.Tensor, inputs: torch.Tensor, directions: torch.Tensor, log_decay: torch.Tensor
-) -> torch.Tensor:
-    """The state after `n` tokens: each input decayed by the tokens behind it, and the old state by all.
+def advance_state_spaces(
+    states: list[torch.Tensor],
+    inputs: torch.Tensor,
+    directions: torch.Tensor,
+    log_decay: torch.Tensor,
+    destinations: list[torch.Tensor],
+) -> None:
+    """The states of several layers after `n` tokens: each input decayed by the tokens behind it, the old state by all.
 
     Args:
-        state: `(batch, heads, head_dim, state_size)` fp32.
-        inputs: `(batch, n, heads, head_dim)`, already times the step size.
-        directions: `(batch, n, groups, state_size)`; consecutive heads share a group.
-        log_decay: `(batch, n, heads)`, step size times decay rate.
-
-    Returns:
-        the new state, a new tensor of the shape of `state`.
+        states: per layer `(batch, heads, head_dim, state_size)` fp32.
+        inputs: `(layers, batch, n, heads, head_dim)` fp32, already times the step size.
+        directions: `(layers, batch, n, groups, state_size)` fp32; consecutive heads share a group.
+        log_decay: `(layers, batch, n, heads)`, step size times decay rate.
+        destinations: per layer a contiguous tensor, other than its state, that the new state is written to.
     """
-    total = log_decay.cumsum(1)
-    remaining = (total[:, -1:] - total).exp().unsqueeze(-1)
-    grouped = (inputs * remaining).unflatten(2, (directions.shape[2], -1))
-    arriving = torch.einsum("btghp,btgn->bghpn", grouped, directions).flatten(1, 2)
-    return arriving.addcmul_(state, total[:, -1, :, None, None].exp())
+    total = log_decay.cumsum(2)
+    arriving = inputs * decay_factor(total[:, :, -1:] - total).unsqueeze(-1)
+    arriving = arriving.permute(0, 1, 3, 4, 2).flatten(1, 2)
+    heads_per_group = inputs.shape[3] // directions.shape[3]
+    directions = directions.transpose(2, 3).repeat_interleave(heads_per_group, dim=2).flatten(1, 2)
+    growth = decay_factor(total[:, :, -1, :, None, None])
+    for state, destination, decay, x, b in zip(states, destinations, growth, arriving, directions, strict=True):
+        torch.mul(state, decay, out=destination)
+        destination.view(-1, *destination.shape[2:]).baddbmm_(x, b)
 
 
 class StateSpaceReplay(Replay):
-    """Replay of a Mamba-2 mixer: step sizes from its input projection, the rest from its convolution."""
+    """Replay of Mamba-2 mixers: step sizes from their input projection, the rest from their convolution."""
+
+    def __init__(self, mixers: list[nn.Module]):
+        super().__init__(mixers)
+        self._convolve = StackedConvolution([mixer.conv1d for mixer in mixers], mixers[0].activation)
+        self._rate = torch.stack([-mixer.A_log.float().exp() for mixer in mixers])[:, None, None]
+        self._bias = torch.stack([mixer.dt_bias for mixer in mixers])[:, None, None]
 
     @classmethod
     def understands(cls, mixer: nn.Module) -> bool:
-        needed = (
-            "conv1d",
-            "activation",
-            "in_proj",
-            "dt_bias",
-            "time_step_limit",
-            "n_groups",
-            "ssm_state_size",
-            "head_dim",
-        )
+        needed = ("conv1d", "activation", "in_proj", "dt_bias", "n_groups", "ssm_state_size", "num_heads", "head_dim")
         return all(hasattr(mixer, name) for name in needed) and mixer.A_log.dim() == 1
 
-    def sources(self) -> list[nn.Module]:
-        return [self.mixer.in_proj]
+    @staticmethod
+    def sources(mixer: nn.Module) -> list[nn.Module]:
+        return [mixer.in_proj]
 
-    def advance(self, state, inputs: ConvolutionInputs, outputs: list[torch.Tensor], kept: list[int]) -> torch.Tensor:
-        mixer, count = self.mixer, max(kept)
-        mixed = inputs.convolve(mixer.conv1d, mixer.activation, count)
-        directions = mixer.n_groups * mixer.ssm_state_size
-        x, b, _ = mixed.split([mixer.num_heads * mixer.head_dim, directions, directions], dim=-1)
-        steps = self._steps(outputs[0][:, :count], kept)
-        x = x.float().unflatten(-1, (mixer.num_heads, -1)) * steps.unsqueeze(-1)
-        if state is None:
-            state = x.new_zeros((x.shape[0], *x.shape[2:], mixer.ssm_state_size))
-        log_decay = steps * -mixer.A_log.float().exp()
-        b = b.float().unflatten(-1, (mixer.n_groups, -1))
-        return advance_state_space(state.float(), x, b, log_decay).to(state.dtype)
+    def advance(self, records: list[BlockRecord], kept: list[int], overwrite: bool) -> list[torch.Tensor]:
+        first, count = self.mixers[0], max(kept)
+        mixed = self._convolve([record.inputs for record in records], count).permute(2, 0, 1, 3)
+        directions = first.n_groups * first.ssm_state_size
+        x, b, _ = mixed.split([first.num_heads * first.head_dim, directions, directions], dim=-1)
+        steps = self._steps(records, count)
+        accepted = accepted_steps(kept, count, like=steps)
+        if accepted is not None:
+            # Without a step a token neither decays the state nor writes to it.
+            steps = steps * accepted[:, :, None]
+        destinations = [record.destination(overwrite) for record in records]
+        advance_state_spaces(
+            [record.start() for record in records],
+            x.unflatten(-1, (first.num_heads, -1)) * steps.unsqueeze(-1),
+            b.unflatten(-1, (first.n_groups, -1)),
+            steps * self._rate,
+            destinations,
+        )
+        return destinations
 
-    def _steps(self, projected: torch.Tensor, kept: list[int]) -> torch.Tensor:
-        """Step sizes `(batch, n, heads)` fp32; 0 for a rejected token, which then neither decays nor writes."""
-        mixer = self.mixer
-        steps = projected[..., -mixer.num_heads :]
-        if hasattr(mixer, "mup_vector"):
-            steps = steps * mixer.mup_vector[..., -mixer.num_heads :]
-        steps = F.softplus(steps + mixer.dt_bias.to(steps.dtype)).clamp(*mixer.time_step_limit).float()
-        if len(set(kept)) > 1:
-            counts = torch.tensor(kept, device=steps.device)[:, None, None]
-            steps = steps * (torch.arange(steps.shape[1], device=steps.device)[None, :, None] < counts)
-        return steps
+    def _steps(self, records: list[BlockRecord], count: int) -> torch.Tensor:
+        """Step sizes `(layers, batch, count, heads)` fp32: the last outputs of the input projection."""
+        first = self.mixers[0]
+        steps = torch.stack([record.outputs[0][:, :count, -first.num_heads :] for record in records])
+        if hasattr(first, "mup_vector"):
+            steps = steps * first.mup_vector[..., -first.num_heads :]
+        return F.softplus(steps + self._bias.to(steps.dtype)).float()

@@ -27,6 +27,7 @@ from .facts import tokens_in
 from .hybrid import HybridLayer, HybridSlidingLayer
 from .mixers import mixers_by_layer
 from .recurrent import RecurrentLayer
+from .replay_group import group_layers
 from .sliding import SlidingAttentionLayer
 
 #: Stand-ins by the exact class of the layer they replace: a subclass may store what its base does not.
@@ -62,6 +63,7 @@ class TargetCache:
         UnsupportedTargetError: a layer is of a kind that cannot be rolled back, or layers are missing.
     """
 
+    @torch.no_grad()
     def __init__(self, cache: Cache, model: PreTrainedModel, *, max_length: int, block_size: int):
         _refuse_other_caches(cache)
         self.cache = cache
@@ -71,6 +73,7 @@ class TargetCache:
         self._originals = _all_layers(cache, model)
         self._layers = self._stand_ins()
         self._block_layers = [layer for layer in self._layers if isinstance(layer, BlockLayer)]
+        self._replay_groups = group_layers([layer for layer in self._layers if isinstance(layer, RecurrentLayer)])
         self._block_open = False
 
     def __enter__(self) -> "TargetCache":
@@ -123,6 +126,7 @@ class TargetCache:
         for layer in self._block_layers:
             layer.begin_block()
 
+    @torch.no_grad()
     def commit(self, kept: torch.Tensor, verified: int) -> None:
         """Make every layer as if only the first `kept[row]` of the last `verified` tokens had been read.
 
@@ -133,6 +137,8 @@ class TargetCache:
         rows = kept.tolist()
         if not all(1 <= row <= verified for row in rows):
             raise UnsupportedOptionError(f"kept must lie in 1..{verified} (the verified tokens), got {rows}")
+        for group in self._replay_groups:
+            group.replay(rows, verified)
         for layer in self._block_layers:
             layer.commit(rows, verified)
         self._block_open = False
