@@ -79,6 +79,16 @@ def test_the_site_builds_without_a_warning(tmp_path):
     assert "Loads a DFlash draft" in (tmp_path / "site" / "api" / "index.html").read_text(encoding="utf-8")
 
 
+def test_results_are_the_stored_ones():
+    sys.path.insert(0, str(DOCS))
+    try:
+        from fill_results import PAGES as shown
+        from fill_results import filled
+    finally:
+        sys.path.remove(str(DOCS))
+    assert [page.name for page in shown if filled(page) != page.read_text(encoding="utf-8")] == []
+
+
 def runnable() -> list:
     pages = [ROOT / "README.md", *(DOCS / name for name in PAGES)]
     found = [(page, number, block) for page in pages for number, block in enumerate(blocks(page), 1) if block.runs]

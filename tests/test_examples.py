@@ -1,5 +1,6 @@
 """The examples run, on the real small pair; those that need what is not here at least parse their arguments."""
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -13,7 +14,8 @@ SCRIPTS = sorted(path.name for path in EXAMPLES.glob("*.py"))
 
 def run_example(name: str, *arguments: str) -> subprocess.CompletedProcess:
     command = [sys.executable, str(EXAMPLES / name), *arguments]
-    return subprocess.run(command, cwd=EXAMPLES.parent, capture_output=True, text=True, timeout=600)
+    environment = {**os.environ, "PYTHONPATH": str(EXAMPLES.parent)}
+    return subprocess.run(command, cwd=EXAMPLES.parent, env=environment, capture_output=True, text=True, timeout=600)
 
 
 @pytest.mark.slow
@@ -36,6 +38,7 @@ def test_notebook_runs(smollm2):
     nbformat = pytest.importorskip("nbformat")
     nbclient = pytest.importorskip("nbclient")
     notebook = nbformat.read(EXAMPLES / "quickstart.ipynb", as_version=4)
+    # The kernel is a process of its own and finds the package in the folder that it starts in.
     nbclient.NotebookClient(notebook, timeout=600, kernel_name="python3").execute(cwd=str(EXAMPLES.parent))
     told = [output.get("text", "") for cell in notebook.cells for output in cell.get("outputs", [])]
     assert any("tokens per forward of the target" in text for text in told)

@@ -32,8 +32,12 @@ class Results:
     runs: list[Run]
 
     def write_json(self, path: Path) -> None:
-        """Write all of it; figures that are no number become null."""
-        path.write_text(json.dumps(without_nan(asdict(self)), indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+        """Write all of it, a line per run; figures that are no number become null."""
+        known = without_nan(asdict(self))
+        runs = known.pop("runs")
+        head = json.dumps(known, indent=1, ensure_ascii=False).removesuffix("\n}")
+        lines = ",\n".join(f"  {json.dumps(run, ensure_ascii=False)}" for run in runs)
+        path.write_text(f'{head},\n "runs": [\n{lines}\n ]\n}}\n', encoding="utf-8")
 
     @classmethod
     def read_json(cls, path: Path) -> "Results":

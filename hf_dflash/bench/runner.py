@@ -21,6 +21,7 @@ from hf_dflash.bench.methods import Method, NotHere, make_method
 from hf_dflash.bench.pair import Pair, encode, sampling_arguments
 from hf_dflash.bench.prompts import Prompt
 from hf_dflash.comparison import Comparison, compare_texts
+from hf_dflash.outputs import DFlashStatistics
 
 WARM_UP_TOKENS = 16
 
@@ -196,8 +197,13 @@ def _measure(
         "seconds": seconds,
         "forwards": count["forwards"],
         "peak_memory": torch.cuda.max_memory_allocated() if on_gpu else None,
-        "statistics": statistics.as_dict() if statistics else None,
+        "statistics": _figures(statistics) if statistics else None,
     }
+
+
+def _figures(statistics: DFlashStatistics) -> dict[str, Any]:
+    """What is kept of a call: all figures but the list with an entry per round, which `histogram` sums up."""
+    return {name: value for name, value in statistics.as_dict().items() if name != "committed"}
 
 
 @contextmanager
