@@ -21,8 +21,9 @@ from .cache import CACHE_KEYWORD, TargetCache, tokens_in
 from .continuation import Continuation
 from .decoding import decode
 from .drafting import DFlashCandidateGenerator, draft_context
+from .errors import DraftDtypeError
 from .loading import check_pairing
-from .modeling_dflash import DFlashDraftModel
+from .modeling_dflash import FP16_REASON, DFlashDraftModel
 from .options import refuse_options, resolve_block_size
 from .outputs import DFlashOutput, DFlashStatistics, RoundTrace
 from .processes import Agreement, Lockstep, agreement_over
@@ -71,6 +72,7 @@ class DFlashGenerate:
         Raises:
             UnsupportedOptionError: an option that cannot be honoured; before the first forward.
             PairingError: draft and target do not belong together; before the first forward.
+            DraftDtypeError: some of the draft's weights are float16; before the first forward.
             UnsupportedTargetError: a layer of the target cannot be tapped or rolled back; before the first token.
         """
         stats, trace = stats or self.stats, trace or self.trace
@@ -90,6 +92,7 @@ class DFlashGenerate:
                 agree=agreement_over(model),
             )
             check_pairing(self.draft, target)
+            _refuse_float16(self.draft)
             with statistics.whole(), _evaluating(self.draft), RoundTrace(trace) as rounds:
                 rows = [
                     call.decode_row(row, input_ids, logits_processor, stopping_criteria, model_kwargs, rounds)
@@ -102,6 +105,12 @@ class DFlashGenerate:
         if stats is not None:
             stats(statistics)
         return call.join(rows)
+
+
+def _refuse_float16(draft: DFlashDraftModel) -> None:
+    """The draft guards its own casts; casting one of its parts goes round them."""
+    if any(parameter.dtype == torch.float16 for parameter in draft.parameters()):
+        raise DraftDtypeError(FP16_REASON)
 
 
 @contextmanager
