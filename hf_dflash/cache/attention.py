@@ -55,7 +55,9 @@ class FullAttentionLayer(BlockLayer, DynamicLayer):
         self._committed = self.get_seq_length()
 
     def commit(self, kept: list[int], verified: int) -> None:
-        FullAttentionLayer.crop(self, same_for_all_rows(kept) - verified)
+        # Counted from the start of the block, so that a commit that was interrupted can be repeated.
+        surplus = self.get_seq_length() - self._committed - same_for_all_rows(kept)
+        FullAttentionLayer.crop(self, -max(surplus, 0))
         FullAttentionLayer.begin_block(self)
 
     def roll_back(self) -> None:

@@ -47,7 +47,10 @@ class BlockLayer(ABC):
 
     @abstractmethod
     def commit(self, kept: list[int], verified: int) -> None:
-        """Keep the first `kept[row]` of the `verified` tokens read since `begin_block`; the rest never happened."""
+        """Keep the first `kept[row]` of the `verified` tokens read since `begin_block`; the rest never happened.
+
+        Called again after an interruption (Ctrl-C), it finishes; called again after it has finished, it does nothing.
+        """
 
     @abstractmethod
     def roll_back(self) -> None:

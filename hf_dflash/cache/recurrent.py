@@ -37,6 +37,7 @@ class RecurrentLayer(BlockLayer, LinearAttentionLayer):
         self.record_past = True
         _copy_states(original, self)
         self._reading_block = False
+        self._is_open = False
         self._before = self._snapshot()
         self._forget_block()
 
@@ -84,6 +85,7 @@ class RecurrentLayer(BlockLayer, LinearAttentionLayer):
         self._before = self._snapshot()
         self._forget_block()
         self._reading_block = True
+        self._is_open = True
 
     def record(self) -> BlockRecord | None:
         """What a replay needs of the open block; None when a part of it was not seen, or nothing recurs (LFM2)."""
@@ -96,14 +98,18 @@ class RecurrentLayer(BlockLayer, LinearAttentionLayer):
         self._replayed = state.to(self.recurrent_states[0].dtype)
 
     def commit(self, kept: list[int], verified: int) -> None:
+        if not self._is_open:
+            return
         if min(kept) < verified:
             self._move_on(kept, verified)
         self._reading_block = False
         self._before = self._snapshot()
+        self._is_open = False
         self._forget_block()
 
     def roll_back(self) -> None:
         self._reading_block = False
+        self._is_open = False
         self._restore()
         self._forget_block()
 

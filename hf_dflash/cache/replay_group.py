@@ -20,6 +20,9 @@ REPLAYS: tuple[type[Replay], ...] = (DeltaReplay, ChannelDeltaReplay, StateSpace
 #: that is not the layer's is off by its own size; rounding, of bf16 kernels too, stays far below.
 TRUSTED_ERROR = 0.05
 
+#: Layers in a group on a CPU, where a small working set matters; an accelerator wants few kernels, so all go together.
+LAYERS_ON_CPU = 3
+
 
 class Replayable(Protocol):
     """What a group needs of a layer."""
@@ -79,4 +82,9 @@ def group_layers(layers: list[Replayable]) -> list[ReplayGroup]:
             convolution = layer.mixer.conv1d.weight
             key = (replay, shapes, tuple(convolution.shape), convolution.dtype, convolution.device)
             groups.setdefault(key, []).append(layer)
-    return [ReplayGroup(key[0], members) for key, members in groups.items()]
+    return [
+        ReplayGroup(replay, members[start : start + size])
+        for (replay, *_, device), members in groups.items()
+        for size in [LAYERS_ON_CPU if device.type == "cpu" else len(members)]
+        for start in range(0, len(members), size)
+    ]

@@ -78,7 +78,9 @@ class SlidingAttentionLayer(BlockLayer, DynamicSlidingWindowLayer):
         self._before_long_read = None
 
     def commit(self, kept: list[int], verified: int) -> None:
-        SlidingAttentionLayer.crop(self, same_for_all_rows(kept) - verified)
+        # Counted from the start of the block, so that a commit that was interrupted can be repeated.
+        surplus = self.cumulative_length - self._committed - same_for_all_rows(kept)
+        SlidingAttentionLayer.crop(self, -max(surplus, 0))
         SlidingAttentionLayer.begin_block(self)
 
     def roll_back(self) -> None:

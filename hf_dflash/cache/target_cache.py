@@ -48,7 +48,8 @@ class TargetCache:
 
     As a context manager it swaps the layer objects of `cache`, in place, for stand-ins that write in place and roll
     back, and on the way out puts the caller's own layer objects back, holding the committed state: plain `generate`
-    continues on them. An exception leaves the state of the last `begin_block` or `commit`, never half a block.
+    continues on them. An exception leaves the state of the last `begin_block` or `commit`, never half a block; a commit
+    that is interrupted is finished first.
 
     Args:
         cache: empty, or filled by earlier turns. `DynamicCache()` without a config is filled up with full attention
@@ -75,6 +76,7 @@ class TargetCache:
         self._block_layers = [layer for layer in self._layers if isinstance(layer, BlockLayer)]
         self._replay_groups = group_layers([layer for layer in self._layers if isinstance(layer, RecurrentLayer)])
         self._block_open = False
+        self._unfinished_commit: tuple[torch.Tensor, int] | None = None
 
     def __enter__(self) -> "TargetCache":
         self._callers_list = self.cache.layers
@@ -84,9 +86,17 @@ class TargetCache:
         return self
 
     def __exit__(self, exc_type, exc_value, traceback) -> None:
-        if exc_type is not None or self._block_open:
-            for layer in self._block_layers:
-                layer.roll_back()
+        try:
+            if self._unfinished_commit is not None:
+                self.commit(*self._unfinished_commit)
+            elif exc_type is not None or self._block_open:
+                for layer in self._block_layers:
+                    layer.roll_back()
+        finally:
+            self._hand_back()
+
+    def _hand_back(self) -> None:
+        """Put the caller's own layer objects back, with the committed state."""
         layers = [layer.release() if isinstance(layer, BlockLayer) else layer for layer in self._layers]
         if self.cache.layer_class_to_replicate is not None:
             layers = _without_unused_end(layers)
@@ -96,12 +106,12 @@ class TargetCache:
     def _stand_ins(self) -> list:
         """One stand-in per layer that holds a state, in the order of the layers; empty layers stay themselves."""
         config = self._model.config.get_text_config(decoder=True)
-        layer_types = getattr(config, "layer_types", None) or [None] * len(self._originals)
+        layer_types = dict(enumerate(getattr(config, "layer_types", None) or []))
         has_states = any(isinstance(layer, LinearAttentionCacheLayerMixin) for layer in self._originals)
         mixers = mixers_by_layer(self._model) if has_states else {}
         return [
-            layer if _is_empty(layer, layer_type) else self._stand_in(index, layer, mixers.get(index))
-            for index, (layer, layer_type) in enumerate(zip(self._originals, layer_types, strict=False))
+            layer if _is_empty(layer, layer_types.get(index)) else self._stand_in(index, layer, mixers.get(index))
+            for index, layer in enumerate(self._originals)
         ]
 
     def _stand_in(self, index: int, layer, mixer: nn.Module | None) -> BlockLayer:
@@ -137,11 +147,13 @@ class TargetCache:
         rows = kept.tolist()
         if not all(1 <= row <= verified for row in rows):
             raise UnsupportedOptionError(f"kept must lie in 1..{verified} (the verified tokens), got {rows}")
+        self._unfinished_commit = (kept, verified)
         for group in self._replay_groups:
             group.replay(rows, verified)
         for layer in self._block_layers:
             layer.commit(rows, verified)
         self._block_open = False
+        self._unfinished_commit = None
 
 
 def _refuse_other_caches(cache: Cache) -> None:
