@@ -21,7 +21,7 @@ from . import block_attention
 from .errors import UnsupportedOptionError
 from .generation import DFlashGenerate
 from .loading import adopt_draft, is_draft, is_draft_checkpoint, load_draft
-from .options import refuse_encoder_decoder, refuse_other_assistance, resolve_block_size
+from .options import fields_set_in, refuse_encoder_decoder, refuse_other_assistance, resolve_block_size
 from .processes import needs_lockstep
 
 _INSTALLED = "_hf_dflash_dispatch"
@@ -77,13 +77,12 @@ def _call_core(plain_generate: Any, model: Any, call: dict[str, Any], method: DF
     options = dict(call.get("kwargs", {}))
     refuse_encoder_decoder(model.config)
 
-    configs = [c.to_dict() for c in (call.get("generation_config"), model.generation_config) if c is not None]
-    refuse_other_assistance(options, *configs)
-    block_size = resolve_block_size(
-        method.draft.config,
-        options.pop("block_size", method.block_size),
-        _first_set("num_assistant_tokens", options, *configs),
-    )
+    sources = [options, fields_set_in(call.get("generation_config")), fields_set_in(model.generation_config)]
+    refuse_other_assistance(*sources)
+    block_size, num_assistant_tokens = options.pop("block_size", None), _first_set("num_assistant_tokens", *sources)
+    if block_size is None and num_assistant_tokens is None:
+        block_size = method.block_size
+    block_size = resolve_block_size(method.draft.config, block_size, num_assistant_tokens)
     arguments["custom_generate"] = dataclasses.replace(
         method,
         block_size=block_size,

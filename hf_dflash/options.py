@@ -115,6 +115,18 @@ def refuse_encoder_decoder(config: Any) -> None:
         )
 
 
+def fields_set_in(config: GenerationConfig | None) -> dict[str, Any]:
+    """The fields of a generation config that somebody set; None for those that hold core's own defaults.
+
+    Core fills its defaults into the configs that it prepares, and a pipeline hands a prepared one to `generate`, so a
+    default there says nothing about what the user wants.
+    """
+    if config is None:
+        return {}
+    defaults = GenerationConfig._get_default_generation_params()
+    return {name: None if defaults.get(name) == value else value for name, value in config.to_dict().items()}
+
+
 def resolve_block_size(config: DFlashConfig, block_size: Any = None, num_assistant_tokens: Any = None) -> int:
     """The block length of a call, anchor included.
 
@@ -127,26 +139,16 @@ def resolve_block_size(config: DFlashConfig, block_size: Any = None, num_assista
     Raises:
         UnsupportedOptionError: not an integer from 2 to the checkpoint's block size, or the two options disagree.
     """
-    asked = {}
-    if block_size is not None:
-        asked["block_size"] = block_size
-    if num_assistant_tokens is not None:
-        asked["num_assistant_tokens"] = num_assistant_tokens
-    sizes = set()
-    for name, value in asked.items():
-        size = value + 1 if name == "num_assistant_tokens" and isinstance(value, int) else value
-        if isinstance(value, bool) or not isinstance(size, int) or not 2 <= size <= config.block_size:
-            least = 1 if name == "num_assistant_tokens" else 2
-            raise UnsupportedOptionError(
-                f"`{name}={value!r}` was asked for, but this draft takes an integer from {least} to "
-                f"{config.block_size - 2 + least}: its checkpoint was trained with block_size {config.block_size} "
-                "(`block_size`, or `dflash_config.block_size`, in its config.json), anchor included. Ask for a "
-                "value in that range or leave it out."
-            )
-        sizes.add(size)
-    if len(sizes) > 1:
+    if num_assistant_tokens is None:
+        return config.checked_block_size(block_size)
+    if isinstance(num_assistant_tokens, bool) or not isinstance(num_assistant_tokens, int):
         raise UnsupportedOptionError(
-            f"`block_size={block_size}` and `num_assistant_tokens={num_assistant_tokens}` were both given and "
+            f"num_assistant_tokens must be an integer from 1 to {config.block_size - 1}, found "
+            f"{num_assistant_tokens!r}."
+        )
+    if block_size is not None and block_size != num_assistant_tokens + 1:
+        raise UnsupportedOptionError(
+            f"block_size={block_size!r} and num_assistant_tokens={num_assistant_tokens} were both given and "
             "disagree; a block of n tokens has n - 1 candidates. Give one of them."
         )
-    return sizes.pop() if sizes else config.block_size
+    return config.checked_block_size(num_assistant_tokens + 1)

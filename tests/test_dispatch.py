@@ -7,7 +7,7 @@ from lossless import prompt
 from oracle import all_right, oracle_draft
 from packaging.version import Version
 from tiny_drafts import tiny_draft
-from transformers import GenerationMixin, LlamaForCausalLM, MuseGlimmerAssistantModel, __version__
+from transformers import GenerationConfig, GenerationMixin, LlamaForCausalLM, MuseGlimmerAssistantModel, __version__
 
 import hf_dflash
 from hf_dflash import dispatch, generation
@@ -183,7 +183,19 @@ def test_a_pipeline_reaches_the_loop_and_never_runs_the_draft_in_fp16(tmp_path, 
     assert drafted(text, **options) == plain and len(rows_decoded) == 1
 
 
+def test_defaults_in_a_prepared_generation_config_are_nobodys_wish(target, rows_decoded):
+    """Pipelines hand `generate` a config in which core has filled its defaults for other assistants."""
+    config = GenerationConfig(**{**GenerationConfig._get_default_generation_params(), "max_new_tokens": NEW})
+    draft = tiny_draft(hidden_size=64, vocab_size=384)
+    out = target.generate(prompt(), generation_config=config, assistant_model=draft)
+    assert torch.equal(out, greedy(target)) and len(rows_decoded) == 1
+    config.assistant_confidence_threshold = 0.7
+    with pytest.raises(hf_dflash.UnsupportedOptionError, match="assistant_confidence_threshold=0.7"):
+        target.generate(prompt(), generation_config=config, assistant_model=draft)
+
+
 def test_the_exported_folder_reaches_the_loop(target, tmp_path, rows_decoded):
+
     from hf_dflash.hub import export_draft
 
     source, folder = tmp_path / "draft", tmp_path / "exported"
