@@ -136,6 +136,12 @@ def test_a_row_is_made_of_medians_and_totals():
     assert (second.compared, second.same, second.near_ties) == (4, 3, 1)
 
 
+def test_rows_keep_the_order_of_the_methods_though_they_take_turns():
+    order = [("plain", "p0"), ("dflash", "p0"), ("dflash", "p1"), ("plain", "p1")]
+    runs = [a_run(method, prompt, 1.0, forwards=11, prompt_set=prompt) for method, prompt in order]
+    assert [row.method for row in summarise(runs)] == ["plain", "dflash"] * 2
+
+
 def test_repeats_count_as_one_prompt():
     runs = [a_run("plain", "p", seconds, forwards=11, repeat=i) for i, seconds in enumerate([1.0, 2.0, 4.0])]
     (row,) = summarise(runs)

@@ -74,8 +74,13 @@ def _speed_up(axes: Any, rows: list[Row]) -> None:
 
 
 def _acceptance(axes: Any, rows: list[Row]) -> None:
-    """A line per row: share of the rounds that accepted at least so many candidates."""
+    """A line per setting, for its longest block: share of the rounds that accepted at least so many candidates."""
+    longest: dict[str, Row] = {}
     for row in rows:
+        known = longest.get(_label(row, rows))
+        if known is None or len(row.acceptance_by_position) > len(known.acceptance_by_position):
+            longest[_label(row, rows)] = row
+    for row in longest.values():
         positions = range(1, len(row.acceptance_by_position) + 1)
         label = f"{row.method}, {_label(row, rows)}".replace("\n", ", ")
         axes.plot(positions, row.acceptance_by_position, marker="o", markersize=4, label=label)

@@ -56,13 +56,15 @@ class Row:
 
 
 def summarise(runs: list[Run]) -> list[Row]:
-    """One row per target, draft, prompt set, temperature and method, in the order in which they first ran."""
+    """One row per target, draft, prompt set, temperature and method, each in the order in which it first ran."""
     groups: dict[Key, list[Run]] = defaultdict(list)
     for run in runs:
         groups[run.target, run.draft, run.prompt_set, run.temperature, run.method].append(run)
     plain = {_place(run): run.tokens_per_second for run in runs if run.method == "plain"}
-    order = list(dict.fromkeys(key[:4] for key in groups))
-    return [_row(key, groups[key], plain) for place in order for key in groups if key[:4] == place]
+    settings = dict.fromkeys(key[:4] for key in groups)
+    methods = dict.fromkeys(run.method for run in runs)
+    keys = [(*setting, method) for setting in settings for method in methods if (*setting, method) in groups]
+    return [_row(key, groups[key], plain) for key in keys]
 
 
 def _place(run: Run) -> tuple:
