@@ -231,7 +231,9 @@ def make_pair(kind: str, out: pathlib.Path, steps: tuple[int, int], prompts: int
     train_draft(draft, target, pairs, steps[1], f"{kind} draft")
     draft.to(torch.bfloat16).save_pretrained(out / kind / "draft")
     draft.float()
-    evaluation = responses(model, held_out_starts[:64])
+    held_out_starts = held_out_starts[:64]
+    (out / "held_out.json").write_text(json.dumps(held_out_starts) + "\n", encoding="utf-8")
+    evaluation = responses(model, held_out_starts)
     measured: Acceptance = measure_acceptance(draft, target, evaluation)
     return {
         "target parameters": model.num_parameters(),

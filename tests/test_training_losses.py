@@ -82,7 +82,7 @@ def test_a_reduced_vocabulary_maps_both_ways():
 
 
 def test_the_selector_is_taught_its_own_scores():
-    """The candidate with the highest taught score is the one that the selector takes, and its loss is the reference's."""
+    """The candidate with the highest taught score is the one that the selector takes; the loss is the reference's."""
     torch.manual_seed(0)
     draft = tiny_draft(version=2)
     selector, size = draft.candidate_selector, draft.config.vocab_size

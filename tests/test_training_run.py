@@ -182,7 +182,31 @@ NETWORKS = {
     "version 2": {"version": 2, "layer_types": ["sliding_attention"] * 2, "layer_causal": [False] * 2},
 }
 TARGET_FACTS = {"target_name_or_path": "tiny", "target_hidden_size": 64, "target_num_hidden_layers": 6}
-CARRIED = ["dflash_version", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim", "rms_norm_eps", "rope_parameters", "vocab_size", "block_size", "mask_token_id", "target_layer_ids", "layer_types", "layer_causal", "sliding_window", "output_multiplier", "input_embedding_scale", "final_logit_softcapping", "selector_rank", "selector_top_k", "conv_kernel_size", "conv_group_size"]
+CARRIED = [
+    "dflash_version",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "rms_norm_eps",
+    "rope_parameters",
+    "vocab_size",
+    "block_size",
+    "mask_token_id",
+    "target_layer_ids",
+    "layer_types",
+    "layer_causal",
+    "sliding_window",
+    "output_multiplier",
+    "input_embedding_scale",
+    "final_logit_softcapping",
+    "selector_rank",
+    "selector_top_k",
+    "conv_kernel_size",
+    "conv_group_size",
+]
 
 
 @pytest.mark.parametrize("layout", ["canonical", "zlab", "speculators"])

