@@ -17,6 +17,7 @@ from transformers.generation.streamers import BaseStreamer
 from transformers.utils import ModelOutput
 
 from .acceptance import cut_at_first, greedy_choices, matching_prefix
+from .errors import UnsupportedOptionError
 from .processes import Agreement, alone
 
 
@@ -63,6 +64,11 @@ class Records:
             committed: inputs of the block whose outputs became tokens.
             windows: per attention layer, the sliding window in tokens, or None.
         """
+        if self.attentions is not None and len(outputs.attentions) != len(windows):
+            raise UnsupportedOptionError(
+                f"`output_attentions` was asked for, but the target returns {len(outputs.attentions)} attentions for "
+                f"{len(windows)} attention layers in its cache, so their windows cannot be told. Leave it out."
+            )
         for position in range(committed):
             if self.hidden_states is not None:
                 self.hidden_states += (tuple(h[:, position : position + 1] for h in outputs.hidden_states),)
@@ -71,11 +77,12 @@ class Records:
                 self.attentions += (tuple(_attention_row(a, position, window) for a, window in rows),)
 
 
-def _attention_row(attention: torch.Tensor, position: int, window: int | None) -> torch.Tensor:
+def _attention_row(attention: torch.Tensor | None, position: int, window: int | None) -> torch.Tensor | None:
     """The attention row that a one-token forward at `position` of the block would have returned.
 
     Args:
-        attention: `(batch, heads, block, keys)`; the block's own keys are the last `block` columns.
+        attention: `(batch, heads, block, keys)`; the block's own keys are the last `block` columns. None from an
+            attention implementation that does not tell.
         position: input of the block, 0-based.
         window: sliding window in tokens, the token itself included; None for full attention.
 
@@ -84,6 +91,8 @@ def _attention_row(attention: torch.Tensor, position: int, window: int | None) -
             With a
         window of 4 it would have seen its last 4: columns 3..6.
     """
+    if attention is None:
+        return None
     block, keys = attention.shape[-2:]
     end = keys - block + position + 1
     start = 0 if window is None else max(0, end - window)
@@ -175,8 +184,7 @@ class Continuation:
             self._append(token[:, None])
             committed += 1
             # Candidate i stands at the position that logits row i decides. Example: candidates [8, 9], row 0 says 8:
-            # agreed, go on;
-            # row 1 says 4: 4 is the bonus token and [8, 4] is committed.
+            # agreed, go on; row 1 says 4: 4 is the bonus token and [8, 4] is committed.
             if self.finished or position == candidates.shape[1] or token != candidates[:, position]:
                 break
         return torch.full_like(self.ids[:, 0], committed)

@@ -58,9 +58,8 @@ def decode(
 
     while not text.finished:
         # A round commits at most one token per input, so no more inputs than there is room for are verified. The draft
-        # may see one
-        # position more: with room for 3, it drafts [anchor, mask, mask, mask] and the target reads [anchor, candidate,
-        # candidate].
+        # may see one position more: with room for 3, it drafts [anchor, mask, mask, mask] and the target reads
+        # [anchor, candidate, candidate].
         num_inputs = min(block_size, text.room)
         candidates = text.ids[:, :0]
         with statistics.phase("propose"):
@@ -101,8 +100,7 @@ def _real_tokens(taps: torch.Tensor, attention_mask: torch.Tensor | None) -> tor
 
     Example:
         mask [[0, 0, 1, 1, 1]], taps of 5 tokens: columns 2, 3, 4 stay. In a second turn the mask covers 9 tokens of
-        which the
-        forward read the last 4: only the last 4 mask entries speak about these taps.
+        which the forward read the last 4: only the last 4 mask entries speak about these taps.
     """
     if attention_mask is None:
         return taps

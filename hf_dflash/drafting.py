@@ -12,6 +12,7 @@ from transformers import Cache
 from transformers.generation.candidate_generator import CandidateGenerator
 
 from .cache import DraftContextCache
+from .errors import UnsupportedOptionError
 from .modeling_dflash import DFlashDraftModel
 from .processes import Agreement, alone
 from .target import Target
@@ -64,13 +65,20 @@ class DraftContext:
         """Whether this is the draft's context of everything up to linear index `end`, possibly of more."""
         return self._draft() is draft and self.first < end <= self.end
 
-    def crop_to(self, end: int) -> None:
-        """Forget everything from linear index `end` on: the target's cache was cropped between two turns."""
-        waiting = torch.cat(self._pending, dim=1) if self._pending else None
-        self._pending.clear()
-        if waiting is not None and end > self.fused_end:
-            self._pending.append(waiting[:, : end - self.fused_end])
-        self.cache.crop(-max(0, self.fused_end - end))
+    def crop_to(self, end: int) -> bool:
+        """Forget everything from linear index `end` on: the target's cache was cropped between two turns.
+
+        Returns:
+            whether that could be done; a sliding layer of the draft keeps little more than its window.
+        """
+        try:
+            self.cache.crop(-max(0, self.fused_end - end))
+        except UnsupportedOptionError:
+            return False
+        waiting = self.end - self.fused_end
+        if waiting:
+            self._pending = [self.take()[:, : max(0, end - self.fused_end)]]
+        return True
 
     def num_bytes(self) -> int:
         """Memory of the cache and of the waiting taps, in bytes."""
@@ -81,8 +89,9 @@ def draft_context(draft: DFlashDraftModel, target_cache: Cache, read: int | None
     """The draft's context that belongs to a target cache which has read `read` real tokens.
 
     The context lives on the cache object, so that a cache handed back in the next turn brings it along. It is continued
-    when it reaches at least as far as the cache (and cropped if the user cropped the cache); otherwise the cache was
-    filled without the draft looking on, and the context begins anew at `read`.
+    when it reaches at least as far as the cache (and cropped if the user cropped the cache). Otherwise the cache was
+    filled without the draft looking on, or cropped further back than the draft remembers, and the context begins anew
+    at `read`.
 
     Args:
         draft: the draft of this call.
@@ -95,8 +104,7 @@ def draft_context(draft: DFlashDraftModel, target_cache: Cache, read: int | None
     if read is None:
         read = max((context.end for context in contexts), default=0)
     for context in contexts:
-        if context.covers(draft, read):
-            context.crop_to(read)
+        if context.covers(draft, read) and context.crop_to(read):
             return context
     contexts[:] = [context for context in contexts if context._draft() not in (None, draft)]
     contexts.append(DraftContext(draft, read, max_length))

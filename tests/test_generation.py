@@ -119,6 +119,11 @@ def test_async_text_iterator_streamer(target, tokenizer):
     assert plain == asyncio.run(text_of(knowing(target, prompt(), randomly(2, 7)))) and len(plain) > NEW
 
 
+def hooks_of(target):
+    """The forward hooks of every module, by id."""
+    return [list(module._forward_hooks) + list(module._forward_pre_hooks) for module in target.modules()]
+
+
 def failing(after: int, error: BaseException):
     """A logits processor that raises on its n-th call."""
     calls = []
@@ -135,11 +140,11 @@ def failing(after: int, error: BaseException):
 @pytest.mark.parametrize("error", [RuntimeError("boom"), KeyboardInterrupt()], ids=["exception", "Ctrl-C"])
 def test_after_an_exception_the_streamer_has_ended_and_the_next_call_is_right(target, tokenizer, error):
     draft = knowing(target, prompt(), randomly(2, 7))
-    recorder = Recorder(tokenizer)
+    recorder, before = Recorder(tokenizer), hooks_of(target)
     with pytest.raises(type(error)):
         greedy(target, prompt(), assistant_model=draft, streamer=recorder, logits_processor=failing(9, error))
     assert recorder.ends == 1
-    assert not any(layer._forward_hooks for layer in target.model.layers)
+    assert hooks_of(target) == before
     draft._row, draft.rounds = -1, 0
     assert torch.equal(greedy(target, prompt(), assistant_model=draft), greedy(target, prompt()))
 
@@ -321,12 +326,12 @@ def test_a_generation_abandoned_midway_leaves_nothing(target, tokenizer):
             if len(self.values) == 8:
                 raise Abandoned
 
-    draft = knowing(target, prompt(), randomly(3, 7))
+    draft, before = knowing(target, prompt(), randomly(3, 7)), hooks_of(target)
     with pytest.raises(Abandoned):
         greedy(target, prompt(), assistant_model=draft, streamer=Abandoning(tokenizer))
     draft._row, draft.rounds = -1, 0
     assert greedy(target, prompt(), assistant_model=draft).tolist() == greedy(target, prompt()).tolist()
-    assert "_dflash_contexts" not in target.__dict__ and not any(module._forward_hooks for module in target.modules())
+    assert hooks_of(target) == before
 
 
 # Refusals, before any forward

@@ -1,0 +1,119 @@
+"""The draft's side: the context that belongs to a target cache, and the block that is proposed from it."""
+
+import copy
+import gc
+
+import torch
+from families import FAMILIES
+from lossless import prompt
+from tiny_drafts import tiny_draft
+from transformers import DynamicCache
+
+from hf_dflash.drafting import DFlashCandidateGenerator, DraftContext, draft_context
+from hf_dflash.target import Target
+
+WIDTH = 2 * 64
+
+
+def draft_of(**options):
+    return tiny_draft(hidden_size=64, vocab_size=384, **options)
+
+
+def taps(n, start=0):
+    return torch.arange(start, start + n, dtype=torch.float)[None, :, None].expand(1, n, WIDTH) / 10
+
+
+def filled(draft, cache, read_before=0, tokens=6):
+    context = draft_context(draft, cache, read_before, 100)
+    context.extend(taps(tokens))
+    return context
+
+
+def test_a_context_covers_what_has_arrived_and_waits_to_be_fused():
+    context = DraftContext(draft_of(), first=3, max_length=50)
+    context.extend(taps(4))
+    context.extend(taps(2, start=4))
+    assert (context.first, context.fused_end, context.end) == (3, 3, 9)
+    assert context.num_bytes() == 6 * WIDTH * 4
+    assert torch.equal(context.take(), taps(6))
+    assert context.end == 3, "taps that were taken and not fed to the draft are gone"
+
+
+def test_the_context_comes_along_with_its_cache_and_its_draft():
+    draft, other, cache = draft_of(), draft_of(seed=1), DynamicCache()
+    context = filled(draft, cache)
+    assert draft_context(draft, cache, 6, 100) is context
+    assert draft_context(other, cache, 6, 100) is not context
+    assert draft_context(draft, cache, 6, 100) is context, "another draft on the same cache has its own"
+    assert draft_context(draft, DynamicCache(), 6, 100) is not context
+
+
+def test_a_copied_cache_has_a_context_of_its_own():
+    draft, cache = draft_of(), DynamicCache()
+    context = filled(draft, cache)
+    copied = draft_context(draft, copy.deepcopy(cache), 6, 100)
+    assert copied is not context and copied.end == 6
+    copied.extend(taps(1))
+    assert context.end == 6
+
+
+def test_a_cropped_cache_crops_the_waiting_taps():
+    draft, cache = draft_of(), DynamicCache()
+    context = filled(draft, cache)
+    assert draft_context(draft, cache, 4, 100) is context
+    assert torch.equal(context.take(), taps(4))
+
+
+def test_a_cache_that_was_filled_without_the_draft_begins_anew():
+    draft, cache = draft_of(), DynamicCache()
+    filled(draft, cache)
+    context = draft_context(draft, cache, 9, 100)
+    assert (context.first, context.end) == (9, 9)
+    assert draft_context(draft, cache, 0, 100).first == 0
+
+
+def test_contexts_of_drafts_that_are_gone_are_dropped():
+    cache = DynamicCache()
+    filled(draft_of(), cache)
+    gc.collect()
+    draft_context(draft_of(), cache, 0, 100)
+    assert len(cache._dflash_contexts) == 1
+
+
+def test_cropping_further_back_than_a_sliding_draft_remembers_begins_anew():
+    draft = draft_of(layer_types=["sliding_attention"] * 2, sliding_window=4)
+    target, cache = FAMILIES["llama"].build(0), DynamicCache()
+    plain = target.generate(prompt(12), max_new_tokens=30, do_sample=False)
+    for crop_to in (None, 14, 30):
+        if crop_to is not None:
+            cache.crop(crop_to - cache.get_seq_length())
+        ids = plain[:, : (crop_to or 11) + 1]
+        options = {"max_new_tokens": 42 - ids.shape[1], "do_sample": False, "assistant_model": draft}
+        assert target.generate(ids, **options, past_key_values=cache).tolist() == plain.tolist()
+
+
+def test_a_block_is_proposed_from_positions_and_taps_alone():
+    """The generator's block against the network called by hand: anchor at 7, masks behind it, context 0..6."""
+    draft, target = draft_of(block_size=4), Target(FAMILIES["llama"].build(0))
+    context = DraftContext(draft, 0, 100)
+    generator = DFlashCandidateGenerator(draft, target, context)
+    context.extend(taps(7))
+    with torch.no_grad():
+        candidates = generator.propose(torch.tensor([42]), 4)
+        block = torch.tensor([[42, draft.config.mask_token_id, draft.config.mask_token_id, draft.config.mask_token_id]])
+        hidden = draft(
+            noise_embeds=target.embed(block), context_hidden_states=taps(7), position_ids=torch.arange(11)[None]
+        ).last_hidden_state
+        wanted = target.head(hidden[:, 1:]).argmax(-1)
+    assert candidates.tolist() == wanted.tolist()
+    assert (context.fused_end, context.end) == (7, 7), "the block itself is not kept"
+
+
+def test_transformers_contract():
+    draft, target = draft_of(block_size=4), Target(FAMILIES["llama"].build(0))
+    generator = DFlashCandidateGenerator(draft, target, DraftContext(draft, 0, 100))
+    generator.context.extend(taps(8))
+    with torch.no_grad():
+        ids, logits = generator.get_candidates(prompt(9))
+    assert ids.shape == (1, 12) and torch.equal(ids[:, :9], prompt(9)) and logits is None
+    assert generator.update_candidate_strategy(ids, None, 3) is None
