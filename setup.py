@@ -37,6 +37,7 @@ EXTRAS["test"] = [
     "pyyaml",
     "ruff==0.17.6",
     "sentencepiece",
+    "xgrammar",
 ]
 
 # The demonstration draft lies with the example that trains it; a wheel carries it as data of the package.
