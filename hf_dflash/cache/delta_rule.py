@@ -51,10 +51,11 @@ def advance_delta_states(
     reading = (keys * decay_factor(total)).flatten(1, 2)
     writing = (keys * decay_factor(last - total)).transpose(-1, -2).flatten(1, 2)
     # What follows touches the states themselves, megabytes each: layer by layer, with nothing of their size allocated.
-    errors = values.flatten(1, 2).contiguous()
-    for state, read, error in zip(states, reading, errors, strict=True):
-        error.baddbmm_(read, state.flatten(0, 1), alpha=-1)
-    written = solution.flatten(1, 2) @ errors
+    errors = [
+        torch.baddbmm(value, read, state.flatten(0, 1), alpha=-1)
+        for state, read, value in zip(states, reading, values.flatten(1, 2), strict=True)
+    ]
+    written = solution.flatten(1, 2) @ torch.stack(errors)
     for state, destination, decay, write, values_written in zip(
         states, destinations, growth, writing, written, strict=True
     ):

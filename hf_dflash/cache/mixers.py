@@ -11,6 +11,7 @@ import inspect
 import torch
 from torch import nn
 from transformers import DynamicCache, PreTrainedModel
+from transformers.cache_utils import LinearAttentionCacheLayerMixin
 
 from ..errors import UnsupportedTargetError
 
@@ -98,7 +99,12 @@ def _read(mixer: nn.Module, model: PreTrainedModel, pieces: tuple[torch.Tensor, 
             f"{type(mixer).__name__} takes no cache argument that hf_dflash knows ({', '.join(CACHE_ARGUMENTS)})."
         )
     cache = DynamicCache(config=model.config)
-    outputs = [mixer(piece, **{name: cache}) for piece in pieces]
     layer = cache.layers[mixer.layer_idx]
+    outputs = []
+    for piece in pieces:
+        outputs.append(mixer(piece, **{name: cache}))
+        for other in (other for other in cache.layers if isinstance(other, LinearAttentionCacheLayerMixin)):
+            # Some mixers ask the last layer, and not theirs, whether there is a state.
+            other.has_previous_state.update(layer.has_previous_state)
     states = [state for state in (*layer.conv_states.values(), *layer.recurrent_states.values()) if state is not None]
     return [state.float() for state in (torch.cat(outputs, dim=1)[:, -BLOCK:], *states)]

@@ -1,0 +1,227 @@
+"""Replaying recurrent states: the closed forms against the recurrences, ragged rows, trust, the fallback."""
+
+import pytest
+import torch
+from families import FAMILIES
+from rollback import cycle, decode_plainly, forward, read_in_blocks
+from torch import nn
+from transformers import DynamicCache
+
+from hf_dflash.cache import TargetCache, replay_group
+from hf_dflash.cache.convolution import ConvolutionInputs, StackedConvolution
+from hf_dflash.cache.delta_rule import DeltaReplay, advance_delta_states
+from hf_dflash.cache.recurrent import RecurrentLayer
+from hf_dflash.cache.replay import OutputRecorder
+from hf_dflash.cache.state_space import StateSpaceReplay, advance_state_spaces
+
+LAYERS, BATCH, HEADS, TOKENS, KEY, VALUE = 2, 3, 4, 9, 8, 6
+PROMPT = torch.arange(20, 31)[None]
+REPLAYED = ["qwen3_next", "qwen3_5", "qwen3_5_moe", "olmo_hybrid", "kimi_linear", "mamba2", "bamba", "falcon_h1"]
+CLOSE = 1e-2
+
+
+@pytest.fixture(autouse=True)
+def seeded():
+    torch.manual_seed(0)
+
+
+def delta_step(state, key, value, log_decay, beta):
+    """One token of the delta rule, as its definition says."""
+    state = state * log_decay.exp().unsqueeze(-1)
+    recalled = torch.einsum("bhkv,bhk->bhv", state, key)
+    return state + torch.einsum("bhk,bhv->bhkv", key, beta * (value - recalled))
+
+
+@pytest.mark.parametrize("channels", [1, KEY])
+@pytest.mark.parametrize("strength", [0.1, 30.0])
+def test_the_delta_rule_in_closed_form_equals_its_steps(channels, strength):
+    """Also where the decay is so strong that nothing of the old state is left."""
+    states = [torch.randn(BATCH, HEADS, KEY, VALUE) for _ in range(LAYERS)]
+    keys = nn.functional.normalize(torch.randn(LAYERS, BATCH, HEADS, TOKENS, KEY), dim=-1)
+    values = torch.randn(LAYERS, BATCH, HEADS, TOKENS, VALUE)
+    log_decay = -strength * torch.rand(LAYERS, BATCH, HEADS, TOKENS, channels)
+    beta = torch.rand(LAYERS, BATCH, HEADS, TOKENS, 1)
+    results = [torch.empty_like(state) for state in states]
+    advance_delta_states(states, keys, values, log_decay, beta, results)
+    for layer, state in enumerate(states):
+        for token in range(TOKENS):
+            state = delta_step(state, *(part[layer, :, :, token] for part in (keys, values, log_decay, beta)))
+        assert torch.allclose(results[layer], state, atol=1e-5)
+
+
+def test_a_token_without_decay_and_strength_leaves_the_state():
+    states, results = [torch.randn(1, HEADS, KEY, VALUE)], [torch.empty(1, HEADS, KEY, VALUE)]
+    keys = nn.functional.normalize(torch.randn(1, 1, HEADS, 3, KEY), dim=-1)
+    zeros = torch.zeros(1, 1, HEADS, 3, 1)
+    advance_delta_states(states, keys, torch.randn(1, 1, HEADS, 3, VALUE), zeros, zeros, results)
+    assert torch.equal(results[0], states[0])
+
+
+def test_the_state_space_in_closed_form_equals_its_steps():
+    groups = 2
+    states = [torch.randn(BATCH, HEADS, KEY, VALUE) for _ in range(LAYERS)]
+    inputs = torch.randn(LAYERS, BATCH, TOKENS, HEADS, KEY)
+    directions = torch.randn(LAYERS, BATCH, TOKENS, groups, VALUE)
+    log_decay = -torch.rand(LAYERS, BATCH, TOKENS, HEADS)
+    results = [torch.empty_like(state) for state in states]
+    advance_state_spaces(states, inputs, directions, log_decay, results)
+    of_heads = directions.repeat_interleave(HEADS // groups, dim=3)
+    for layer, state in enumerate(states):
+        for token in range(TOKENS):
+            arriving = torch.einsum("bhp,bhn->bhpn", inputs[layer, :, token], of_heads[layer, :, token])
+            state = state * log_decay[layer, :, token].exp()[..., None, None] + arriving
+        assert torch.allclose(results[layer], state, atol=1e-5)
+
+
+class TestConvolution:
+    def test_the_state_after_a_prefix(self):
+        inputs = torch.arange(7.0).expand(2, 3, 7)
+        recorded = ConvolutionInputs(inputs, tokens=3, width=4)
+        assert recorded.state_after([2, 2])[0, 0].tolist() == [2, 3, 4, 5]
+        ragged = recorded.state_after([1, 3])
+        assert ragged[0, 0].tolist() == [1, 2, 3, 4]
+        assert ragged[1, 0].tolist() == [3, 4, 5, 6]
+
+    @pytest.mark.parametrize("bias", [True, False])
+    @pytest.mark.parametrize("past", [0, 2, 4])
+    def test_several_convolutions_at_once(self, past, bias):
+        convolutions = [nn.Conv1d(6, 6, 4, groups=6, padding=3, bias=bias) for _ in range(LAYERS)]
+        recorded = [ConvolutionInputs(torch.randn(BATCH, 6, past + 5), 5, 4) for _ in range(LAYERS)]
+        outputs = StackedConvolution(convolutions, "silu", first_channel=2)(recorded, 3)
+        for layer, (convolution, inputs) in enumerate(zip(convolutions, recorded, strict=True)):
+            whole = nn.functional.silu(convolution(inputs.inputs)[..., : past + 5]).transpose(1, 2)
+            assert torch.allclose(outputs[:, :, layer], whole[:, past : past + 3, 2:], atol=1e-6)
+
+
+def commit_once(model, prompts, blocks, kept, commit=None):
+    """Prefill, read one block and commit; return the `TargetCache` and its recurrent layers, still entered."""
+    cache = DynamicCache(config=model.config)
+    target_cache = TargetCache(cache, model, max_length=64, block_size=blocks.shape[1]).__enter__()
+    forward(model, prompts, cache)
+    target_cache.begin_block()
+    forward(model, blocks, cache)
+    layers = [layer for layer in target_cache._layers if isinstance(layer, RecurrentLayer)]
+    if commit is None:
+        target_cache.commit(kept, blocks.shape[1])
+    return target_cache, layers
+
+
+@pytest.mark.parametrize("name", ["qwen3_5", "mamba2"])
+def test_each_row_keeps_its_own_number_of_tokens(name):
+    """Attention layers cannot do that yet, so the recurrent layers are committed alone."""
+    model = FAMILIES[name].build(0)
+    prompts, blocks, kept = torch.randint(5, 300, (3, 7)), torch.randint(5, 300, (3, 6)), [2, 6, 1]
+    target_cache, layers = commit_once(model, prompts, blocks, None, commit="no")
+    for group in target_cache._replay_groups:
+        group.replay(kept, 6)
+    for layer in layers:
+        layer.commit(kept, 6)
+    for row, count in enumerate(kept):
+        alone, its_layers = commit_once(model, prompts[row, None], blocks[row, None], torch.tensor([count]))
+        for layer, single in zip(layers, its_layers, strict=True):
+            assert torch.allclose(layer.recurrent_states[0][row], single.recurrent_states[0][0], atol=1e-3)
+            assert torch.allclose(layer.conv_states[0][row], single.conv_states[0][0], atol=1e-4)
+        alone.__exit__(None, None, None)
+    target_cache.__exit__(None, None, None)
+
+
+@pytest.mark.parametrize("name", REPLAYED)
+class TestReplayAndFallback:
+    def test_the_projections_never_run_again(self, name):
+        """A replay calls no module of the target at all."""
+        model = FAMILIES[name].build(0)
+        target_cache, _ = commit_once(model, PROMPT, torch.randint(5, 300, (1, 8)), None, commit="no")
+        called = []
+        handles = [m.register_forward_pre_hook(lambda module, _: called.append(module)) for m in model.modules()]
+        target_cache.commit(torch.tensor([3]), 8)
+        for handle in handles:
+            handle.remove()
+        target_cache.__exit__(None, None, None)
+        assert called == []
+
+    def test_the_mixer_run_again_gives_the_same(self, name, monkeypatch):
+        model = FAMILIES[name].build(0)
+        text, logits = decode_plainly(model, PROMPT, 20)
+        monkeypatch.setattr(replay_group, "REPLAYS", ())
+        calls = []
+        handle = TestReplayAndFallback.mixer_of(model).register_forward_pre_hook(lambda *_: calls.append(1))
+        seen, _ = read_in_blocks(model, text, PROMPT.shape[1], 8, cycle([3, 1, 8, 5]))
+        handle.remove()
+        assert (seen - logits).abs().max() < CLOSE
+        # One call in each forward; one more for each of the rounds that reject something (all but the full ones).
+        assert len(calls) > 7
+
+    @staticmethod
+    def mixer_of(model):
+        return next(m for m in model.modules() if any(isinstance(child, nn.Conv1d) for child in m.children()))
+
+
+def test_a_replay_that_is_not_the_layers_own_formula_is_not_trusted(monkeypatch):
+    """OLMo-Hybrid doubles its write strength. Where a layer does not, such a replay is off: the mixer runs again."""
+    model = FAMILIES["qwen3_5"].build(0)
+    text, logits = decode_plainly(model, PROMPT, 20)
+    built = DeltaReplay.__init__
+
+    def wrong(self, mixers):
+        built(self, mixers)
+        self._largest_beta = 2.0
+
+    monkeypatch.setattr(DeltaReplay, "__init__", wrong)
+    seen, _ = read_in_blocks(model, text, PROMPT.shape[1], 8, cycle([3, 1, 8, 5]))
+    assert (seen - logits).abs().max() < CLOSE
+
+
+def test_a_wrong_replay_that_is_trusted_blindly_is_seen(monkeypatch):
+    """The counterpart: with the comparison switched off, the same fault changes the logits."""
+    model = FAMILIES["qwen3_5"].build(0)
+    text, logits = decode_plainly(model, PROMPT, 20)
+    built = DeltaReplay.__init__
+
+    def wrong(self, mixers):
+        built(self, mixers)
+        self._largest_beta = 2.0
+
+    monkeypatch.setattr(DeltaReplay, "__init__", wrong)
+    monkeypatch.setattr(replay_group, "TRUSTED_ERROR", float("inf"))
+    seen, _ = read_in_blocks(model, text, PROMPT.shape[1], 8, cycle([3, 1, 8, 5]))
+    assert (seen - logits).abs().max() > 1.0
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", ["qwen3_5", "bamba"])
+def test_states_stay_in_the_precision_of_the_model(name, dtype):
+    """And the replay is trusted in half precision as well."""
+    model = FAMILIES[name].build(0).to(dtype)
+    plain = DynamicCache(config=model.config)
+    forward(model, PROMPT, plain)
+    target_cache, layers = commit_once(model, PROMPT, torch.randint(5, 300, (1, 8)), torch.tensor([3]))
+    assert all(group._is_trusted for group in target_cache._replay_groups)
+    cache = target_cache.cache
+    target_cache.__exit__(None, None, None)
+    for layer, wanted in zip(cache.layers, plain.layers, strict=True):
+        for states in ("conv_states", "recurrent_states"):
+            for index, state in getattr(wanted, states, {}).items():
+                assert getattr(layer, states)[index].dtype == state.dtype
+
+
+class TestOutputRecorder:
+    def test_long_outputs_are_not_kept(self):
+        module = nn.Linear(4, 4)
+        recorder = OutputRecorder([module], longest=8)
+        module(torch.randn(1, 8, 4))
+        module(torch.randn(1, 9, 4))
+        assert recorder.take() is None
+
+    def test_an_output_is_handed_over_once_and_hooks_go(self):
+        modules = [nn.Linear(4, 4), nn.Linear(4, 2)]
+        recorder = OutputRecorder(modules, longest=8)
+        inputs = torch.randn(1, 3, 4)
+        wanted = [module(inputs) for module in modules]
+        assert all(torch.equal(a, b) for a, b in zip(recorder.take(), wanted, strict=True))
+        assert recorder.take() is None
+        recorder.remove()
+        assert not modules[0]._forward_hooks
+
+    def test_layers_without_understood_attributes_have_no_replay(self):
+        assert not DeltaReplay.understands(nn.Linear(2, 2))
+        assert not StateSpaceReplay.understands(nn.Linear(2, 2))

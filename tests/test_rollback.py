@@ -1,0 +1,120 @@
+"""Exactness of the roll-back, independent of the decoding loop.
+
+Every family reads the same text in blocks whose rejected ends are spoiled, for every number of accepted tokens. The
+logits of the accepted tokens must be those of plain one-token decoding, and two different patterns must leave equal
+caches.
+"""
+
+import random
+
+import pytest
+import torch
+from families import FAMILIES
+from record import record
+from rollback import cycle, decode_plainly, largest_differences, read_in_blocks
+from torch import nn
+
+from hf_dflash.cache import TargetCache
+from hf_dflash.cache.recurrent import RecurrentLayer
+from hf_dflash.errors import UnsupportedTargetError
+
+NEW = 36
+#: Prompts of one token, below and at the convolution width, in the middle, and beyond windows and chunks (8 and 64).
+PROMPTS = [1, 3, 4, 11, 70]
+#: fp32 sums in another order differ by 1e-7 of a value; the wide random weights amplify that to 4e-5 of the largest
+#: logit at most. A state of another position differs by as much as the largest logit itself.
+ROUNDING = 2e-4
+REFUSED = {"mamba", "jamba"}
+EXACT = [name for name in FAMILIES if name not in REFUSED]
+RECURRENT = [name for name in EXACT if not {"full", "sliding", "chunked", "shared"} >= set(FAMILIES[name].kinds)]
+_models: dict[str, nn.Module] = {}
+_texts: dict[tuple[str, int], tuple[torch.Tensor, torch.Tensor]] = {}
+
+
+def model_of(name: str):
+    """A family's target, built once for this module."""
+    if name not in _models:
+        _models[name] = FAMILIES[name].build(0)
+    return _models[name]
+
+
+def text_of(name: str, length: int):
+    """Plain greedy text behind a prompt of `length` tokens, and its logits."""
+    if (name, length) not in _texts:
+        prompt = torch.randint(5, 300, (1, length), generator=torch.Generator().manual_seed(length))
+        _texts[name, length] = decode_plainly(model_of(name), prompt, NEW)
+    return _texts[name, length]
+
+
+def assert_exact(name: str, length: int, block_size: int, kept, commit=None) -> object:
+    """Read the family's text in blocks; return the cache that is left."""
+    text, logits = text_of(name, length)
+    seen, cache = read_in_blocks(model_of(name), text, length, block_size, kept, commit)
+    error = float((seen - logits).abs().max() / logits.abs().max())
+    assert error < ROUNDING, f"logits differ by {error:.1e} of the largest"
+    return cache
+
+
+def random_kept(block_size: int, seed: int):
+    """Endless random numbers of accepted tokens."""
+    generator = random.Random(seed)
+    while True:
+        yield generator.randint(1, block_size)
+
+
+@pytest.mark.parametrize("name", EXACT)
+@pytest.mark.parametrize("kept", [range(1, 9), range(8, 0, -1), [1], [7]], ids=["rising", "falling", "1", "7"])
+def test_every_number_of_accepted_tokens(name, kept):
+    assert_exact(name, 11, 8, cycle(kept))
+
+
+@pytest.mark.parametrize("name", EXACT)
+@pytest.mark.parametrize("length", PROMPTS)
+def test_prompts_of_every_length_with_random_acceptance(name, length):
+    for block_size in (4, 8, 16):
+        assert_exact(name, length, block_size, random_kept(block_size, seed=length))
+
+
+@pytest.mark.parametrize("name", EXACT)
+@pytest.mark.parametrize("length", [1, 70])
+def test_two_patterns_leave_equal_caches(name, length):
+    one = assert_exact(name, length, 8, cycle([1]))
+    other = assert_exact(name, length, 16, random_kept(16, seed=5))
+    differences = largest_differences(one, other)
+    scale = float(text_of(name, length)[1].abs().max())
+    record("rollback", name, differences)
+    # Recurrent states are sums over all tokens and larger than a logit, so they get ten times the room.
+    assert all(value < 10 * ROUNDING * scale for value in differences.values()), differences
+
+
+def skip_replay(target_cache: TargetCache, kept: torch.Tensor, verified: int) -> None:
+    """The deliberate bug: attention layers roll back, recurrent layers keep the whole block."""
+    for layer in target_cache._block_layers:
+        if isinstance(layer, RecurrentLayer):
+            layer.begin_block()
+        else:
+            layer.commit(kept.tolist(), verified)
+
+
+@pytest.mark.parametrize("name", [name for name in RECURRENT if "hybrid" not in FAMILIES[name].kinds])
+def test_negative_control_without_the_replay_the_text_is_wrong(name):
+    with pytest.raises(AssertionError, match="logits differ"):
+        assert_exact(name, 11, 8, cycle([3, 1, 8, 5]), commit=skip_replay)
+
+
+@pytest.mark.parametrize("name", ["llama", "mistral", "llama4"])
+def test_negative_control_one_entry_too_many(name):
+    """Attention layers that keep one rejected token are seen, too."""
+
+    def keep_one_more(target_cache, kept, verified):
+        TargetCache.commit(target_cache, (kept + 1).clamp(max=verified), verified)
+
+    with pytest.raises(AssertionError):
+        assert_exact(name, 11, 8, cycle([3, 1, 8, 5]), commit=keep_one_more)
+
+
+@pytest.mark.parametrize("name", sorted(REFUSED))
+def test_families_whose_blocks_cannot_equal_plain_decoding_are_refused(name):
+    with pytest.raises(UnsupportedTargetError, match="several tokens") as refusal:
+        assert_exact(name, 11, 8, cycle([1]))
+    record("refused", name, str(refusal.value))
