@@ -1,10 +1,11 @@
 """The errors that hf_dflash raises on purpose.
 
-Owns: one class per kind of mistake a user can make or meet. Each is a `DFlashError` and also the built-in error that a caller
-would expect (`ValueError` or `TypeError`), so `except ValueError` keeps working around `generate`.
+Owns: one class per kind of mistake a user can make or meet. Each is a `DFlashError` and also the built-in error that a
+caller would expect (`ValueError` or `TypeError`), so `except ValueError` keeps working around `generate`.
 
-Does not know: who raises them. A message always says what was found, what was expected and what to do; it is written where
-the mistake is detected. This file travels to the Hub beside the configuration and the network, so it imports nothing.
+Does not know: who raises them. A message always says what was found, what was expected and what to do; it is written
+where the mistake is detected. This file travels to the Hub beside the configuration and the network, so it imports
+nothing.
 """
 
 
