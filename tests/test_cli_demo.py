@@ -71,6 +71,19 @@ def test_the_target_is_fetched_unpacked_and_kept(empty_cache, not_installed, mon
     assert len(commands) == 1 and len(said) == 2
 
 
+def test_a_folder_that_another_process_made_meanwhile_is_used(empty_cache, monkeypatch, tmp_path):
+    def unpack(gguf, folder):
+        for place in (folder, empty_cache / module.TARGET_NAME):
+            place.mkdir()
+            (place / "config.json").write_text(place.parent.name)
+
+    monkeypatch.setattr(module, "installed_gguf", lambda: tmp_path / "some.gguf")
+    monkeypatch.setattr(module, "unpack", unpack)
+    folder = module.target_folder()
+    assert (folder / "config.json").read_text() == empty_cache.name
+    assert [path.name for path in folder.iterdir()] == ["config.json"]
+
+
 def test_no_network_is_one_error_that_says_what_to_do(empty_cache, not_installed, monkeypatch):
     failed = subprocess.CompletedProcess([], 1, "", "looking...\nERROR: no network\n")
     monkeypatch.setattr(subprocess, "run", lambda *_, **__: failed)

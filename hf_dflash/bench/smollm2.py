@@ -8,7 +8,6 @@ everything after the first time is an ordinary local checkpoint and works offlin
 """
 
 import os
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -82,9 +81,12 @@ def target_folder(say: Callable[[str], None] = lambda text: None) -> Path:
             gguf = fetch_gguf(Path(work))
         say(f"Unpacking {TARGET_NAME} into {folder} (once)")
         unpack(gguf, Path(work) / TARGET_NAME)
-        # The rename makes the folder appear whole; where another process was sooner, its folder is as good.
-        if not folder.exists():
-            shutil.move(Path(work) / TARGET_NAME, folder)
+        # The rename makes the folder appear whole, and fails where another process was sooner: its folder is as good.
+        try:
+            (Path(work) / TARGET_NAME).rename(folder)
+        except OSError:
+            if not (folder / "config.json").is_file():
+                raise
     return folder
 
 

@@ -3,7 +3,9 @@
 Owns: the turns, the commands between them, and the cache that is kept over turns. Does not know: decoding, loading.
 """
 
+from contextlib import suppress
 from dataclasses import dataclass, field
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -65,6 +67,8 @@ def chat(
 
 def talk(conversation: "Conversation", always_stats: bool = False) -> None:
     """Read turns from standard input until it ends or /quit."""
+    with suppress(ImportError):  # line editing and recall in `input`, where the system has it
+        import_module("readline")
     console = diagnostics()
     console.print("Talk; /help lists the commands.", style="dim")
     while True:
