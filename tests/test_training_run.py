@@ -137,6 +137,24 @@ def test_a_wrong_folder_is_told_before_anything_is_written(finished, target, tmp
     assert not (tmp_path / "run").exists()
 
 
+def test_a_disk_that_fills_up_during_a_run_leaves_the_last_checkpoint(target, tmp_path):
+    write_records(tmp_path / "data.jsonl")
+
+    class Full(trainer_module.CompleteCheckpoints):
+        def on_save(self, args, state, control, **kwargs):
+            if state.global_step == 4:
+                raise OSError(28, "No space left on device")
+            super().on_save(args, state, control, **kwargs)
+
+    with (
+        pytest.MonkeyPatch.context() as patch,
+        pytest.raises(TrainingError, match="stopped at step 4: .*No space left"),
+    ):
+        patch.setattr(trainer_module, "CompleteCheckpoints", Full)
+        run(tiny_settings(tmp_path), target)
+    assert last_complete_checkpoint(tmp_path / "run").name == "checkpoint-2"
+
+
 def test_a_warm_start_goes_on(finished, target, tmp_path):
     write_records(tmp_path / "data.jsonl")
     _, said = run(

@@ -120,6 +120,9 @@ def test_a_warm_start_must_fit(target, tmp_path):
         check_warm_start(draft, target, tiny_settings(tmp_path, block_size=8))
     with pytest.raises(TrainingError, match="target layers 6, and .* has 5"):
         check_warm_start(draft, Target(tiny_target(num_hidden_layers=5)), tiny_settings(tmp_path))
+    draft.config.draft_vocab_size = 40
+    with pytest.raises(TrainingError, match="a head of its own for 40 tokens"):
+        check_warm_start(DFlashDraftModel(draft.config), target, tiny_settings(tmp_path))
 
 
 def test_states_are_layer_outputs_before_the_final_norm(target):

@@ -2,11 +2,11 @@
 
 Owns: the held-out prompts and the figures by kind of prompt. Does not know: training.
 
-    python evaluate.py --target work/target --drafts draft ../shared-draft --work work          # tau, by walking
-    python evaluate.py --target work/target --drafts draft --work work --decode --threads 2     # tau and speed-up, by generate
+    python evaluate.py --target work/target --drafts draft other-draft --work work
+    python evaluate.py --target work/target --drafts draft --work work --decode --threads 2
 
-The walk proposes at every position of the target's stored greedy response and counts rounds as decoding would; on the same
-text both ways give the same tau.
+The first walks: it proposes at every position of the target's stored greedy response and counts rounds as decoding
+would. The second decodes with `generate` and also gives the speed-up. On the same text both give the same tau.
 """
 
 import argparse
@@ -49,7 +49,7 @@ def by_walking(draft, target: Target, records: list[dict]) -> dict[str, Acceptan
 
 
 def by_decoding(draft, model, records: list[dict], tokens: int) -> dict[str, dict[str, float]]:
-    """Tau and the median speed-up over plain generate, in one process, each prompt once plain and once with the draft."""
+    """Tau and the median speed-up over plain generate: one process, each prompt once plain and once drafted."""
     figures: dict[str, list[tuple[int, int, float]]] = {}
     for record in records:
         ids = torch.tensor([record["prompt_ids"]])

@@ -1,6 +1,6 @@
 """Forty everyday prompts that the draft never trains on.
 
-Owns: the held-out prompts besides HumanEval. Does not know: models. None of them comes from the templates in `prompts.py`.
+Owns: the held-out prompts besides HumanEval. Does not know: models. None comes from the templates in `prompts.py`.
 """
 
 EVERYDAY = [
@@ -13,7 +13,8 @@ EVERYDAY = [
     "How do I get red wine out of a white carpet?",
     "Is it better to learn the guitar or the piano as an adult?",
     "A train leaves at 9:15 and arrives at 13:40. How long is the ride?",
-    "Please shorten this: I am writing to you in order to ask whether it might be possible to move our call to Thursday.",
+    "Please shorten this: I am writing to you in order to ask whether it might be possible to move our call to "
+    "Thursday.",
     "What is the difference between a virus scanner and a firewall?",
     "Give me a 20 minute workout for the living room.",
     "My cat scratches the sofa. How can I stop it?",

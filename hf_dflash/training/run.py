@@ -84,17 +84,32 @@ def train(
     draft = _make_draft(settings, target, tokenizer, training, earlier, tell)
     _tell_plan(tell, settings, target, draft, records, training, held_out)
 
-    out.mkdir(parents=True, exist_ok=True)
-    settings.to_yaml(out / SETTINGS_FILE)
-    save_split(out / "held_out.json", held_out)
+    if is_main_process():
+        out.mkdir(parents=True, exist_ok=True)
+        settings.to_yaml(out / SETTINGS_FILE)
+        save_split(out / "held_out.json", held_out)
     states = _states(settings, target, draft, training, tell)
     trainer, interrupt = _make_trainer(settings, target, draft, training, held_out, states)
-    trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
-    plot_run(trainer.state.log_history, out / PLOT_FILE)
+    try:
+        trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
+    except OSError as error:
+        raise TrainingError(
+            f"training stopped at step {trainer.state.global_step}: {error}. Go on from the newest complete checkpoint "
+            "in the folder with --resume"
+        ) from error
+    if is_main_process():
+        plot_run(trainer.state.log_history, out / PLOT_FILE)
     if interrupt.interrupted:
         tell(f"Interrupted at step {trainer.state.global_step}: a checkpoint was saved. Go on with --resume.")
         return TrainingResult(None, trainer.state.global_step, None, None, True)
     return _finish(settings, target, draft, held_out, trainer.state.global_step, tell)
+
+
+def is_main_process() -> bool:
+    """Of several processes that train together, one writes."""
+    from accelerate import PartialState
+
+    return PartialState().is_main_process
 
 
 def _need_accelerate() -> None:
@@ -115,14 +130,15 @@ def _checkpoint(out: Path, settings: TrainingSettings, resume: bool) -> Path | N
 
 
 def _load_target(settings: TrainingSettings, model: Any, tokenizer: Any) -> tuple[Target, Any]:
+    from accelerate import PartialState
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     options = {"trust_remote_code": settings.trust_remote_code}
     if model is None:
         dtype = settings.target_dtype if settings.target_dtype == "auto" else getattr(torch, settings.target_dtype)
         model = AutoModelForCausalLM.from_pretrained(settings.target, dtype=dtype, **options)
-        if settings.device != "cpu" and torch.cuda.is_available():
-            model = model.to("cuda")
+        if settings.device != "cpu":
+            model = model.to(PartialState().device)
         try:
             tokenizer = tokenizer or AutoTokenizer.from_pretrained(settings.target, **options)
         except (OSError, ValueError):
@@ -145,6 +161,7 @@ def _make_draft(
         counts += torch.bincount(torch.tensor(record.prompt_ids), minlength=target.num_embeddings)
     if earlier is not None:
         check_warm_start(earlier, target, settings)
+        choose_mask_token(target, tokenizer, counts, earlier.config.mask_token_id)
         draft = earlier
         tell(f"Going on from {settings.warm_start}: {draft.num_parameters() / 1e6:.1f} million parameters.")
     else:
@@ -189,6 +206,7 @@ def _states(
     """The cached target states, built now where they are not there yet."""
     if settings.states == "online":
         return None
+    from accelerate import PartialState
     from tqdm.auto import tqdm
 
     final = settings.distillation > 0
@@ -205,7 +223,9 @@ def _states(
     size = cache_bytes(tokens, description["taps_width"], description["final_width"])
     tell(f"Target states: {tokens:,} tokens, {size / 1e9:.2f} GB in {folder}.")
     capture = StateCapture(target, draft.config.target_layer_ids, with_final=final)
-    with tqdm(total=len(training), desc="target states", unit="text") as bar:
+    bar = tqdm(total=len(training), desc="target states", unit="text", disable=not is_main_process())
+    # The first process builds the cache; the others find it finished.
+    with bar, PartialState().main_process_first():
         build_state_cache(folder, training, capture, description, on_batch=lambda done: bar.update(done - bar.n))
     return CachedStates(folder)
 
@@ -273,8 +293,10 @@ def _finish(
         "held_out_accepted": measured and [round(share, 4) for share in measured.by_position],
         "real_tau": real and round(real, 4),
     }
-    (out / REPORT_FILE).write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
-    folder = save_draft(draft, out / DRAFT_FOLDER, settings.layout)
+    folder = out / DRAFT_FOLDER
+    if is_main_process():
+        (out / REPORT_FILE).write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+        save_draft(draft, folder, settings.layout)
     tell(f"The draft is in {folder} (layout {settings.layout}).")
     return TrainingResult(folder, steps, measured, real, False)
 

@@ -229,6 +229,11 @@ def check_warm_start(draft: DFlashDraftModel, target: Target, settings: Training
             raise TrainingError(
                 f"warm_start: the draft was made for a target with {name} {found}, and {target.name} has {needed}"
             )
+    if draft.lm_head is not None:
+        raise TrainingError(
+            f"warm_start: the draft has a head of its own for {config.draft_vocab_size} tokens; only drafts that "
+            "borrow the target's head can be trained on"
+        )
     if max(config.target_layer_ids) >= text.num_hidden_layers:
         raise TrainingError(
             f"warm_start: the draft taps layers {config.target_layer_ids}, and {target.name} has "
