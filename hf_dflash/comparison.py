@@ -7,22 +7,28 @@ Does not know: how a draft works, prompt sets, reports.
 
 The rule: a forward of several tokens adds up in another order than forwards of one token, so where the target's two
 best choices are closer to each other than that rounding, either may win. The rounding is measured, not assumed: the
-target reads the text before the difference once more in a single forward, without any draft, and the largest change of
-a logit is its rounding there. Both logits of a pair may move by that much, so the bound is twice it.
+target reads the text around the difference again, without any draft, several tokens at a time, and the largest change
+of a logit is its rounding there. Both logits of a pair may move by that much, so the bound is twice it, and never less
+than one step of the target's dtype at the chosen logit.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from inspect import signature
 from typing import Any
 
 import torch
-from transformers import LogitsProcessor, LogitsProcessorList, PreTrainedModel
+from transformers import DynamicCache, LogitsProcessor, LogitsProcessorList, PreTrainedModel
 
+from .cache import CACHE_KEYWORD
 from .errors import UnsupportedOptionError
 from .modeling_dflash import DFlashDraftModel
 
 #: Options of `generate` that only a call with a draft knows.
 DRAFT_OPTIONS = ("block_size", "num_assistant_tokens", "stats", "trace")
+#: Tokens that share the last forward of a reading: so many before the one that is judged (None: all), and behind it.
+BEFORE = (None, 0, 3, 7)
+BEHIND = 8
 
 
 @dataclass(frozen=True)
@@ -36,9 +42,9 @@ class Comparison:
         margin: how far the token that plain generate chose there was ahead of the next: a difference of scores (logits
             behind the logits processors), or for a sampled token of scores with the draw's noise added. None when the
             texts are the same, when one merely stopped sooner, or when the target does not repeat its own text.
-        bound: twice the largest change of a score there between two readings of the target; None like `margin`.
-        within_rounding: whether the difference is explained: `margin <= bound`, or the second reading itself chose what
-            the other text has.
+        bound: twice the largest change of a score there between readings of the target; None like `margin`.
+        within_rounding: whether the difference is explained: `margin <= bound`, or another reading itself would have
+            chosen what the other text has.
     """
 
     length: int
@@ -66,7 +72,7 @@ def compare(
 
     Args:
         target, draft: the pair.
-        inputs: one prompt: what the tokenizer returns, or `(1, length)` ids.
+        inputs: one prompt: what the tokenizer returns, or `(1, length)` ids, all of them real.
         seed: of both runs; the global random state is left as it was.
         options: of `generate`, for both runs. Objects that remember earlier calls do not belong here.
 
@@ -74,6 +80,7 @@ def compare(
         UnsupportedOptionError: several prompts, or several answers to one.
     """
     inputs = dict(inputs) if isinstance(inputs, Mapping) else {"input_ids": inputs}
+    inputs.setdefault("attention_mask", torch.ones_like(inputs["input_ids"]))
     plain_options = {name: value for name, value in options.items() if name not in DRAFT_OPTIONS}
     texts = []
     for run in (plain_options, {**options, "assistant_model": draft}):
@@ -102,7 +109,7 @@ def compare_texts(
 
     Args:
         target: which wrote both.
-        inputs: the prompt, `input_ids` `(1, length)` and what goes with it.
+        inputs: the prompt, `input_ids` `(1, length)` and what goes with it, the `attention_mask` among it.
         plain, other: `(length,)` ids, prompt included.
         seed, options: with which plain generate wrote its text.
     """
@@ -119,28 +126,32 @@ def compare_texts(
     with torch.random.fork_rng(devices=_generator_devices(target)):
         torch.manual_seed(seed)
         choice = _choice_after(target, inputs, position - prompt_length + 1, options)
-    if not choice.token == choice.winner_with(choice.noise) == int(plain[position]):
+    if not choice.token == choice.winner_after(torch.zeros_like(choice.noise)) == int(plain[position]):
         return Comparison(length, dtype, position - prompt_length)
-    again = _choice_after(target, _extended(inputs, plain[:position]), 1, options)
-    both = choice.scores.isfinite() & again.scores.isfinite()
-    bound = 2 * float((choice.scores - again.scores)[both].abs().max())
-    explained = choice.margin <= bound or again.winner_with(choice.noise) == int(other[position])
+    changes = [choice.scale * change for change in _changes(target, inputs, plain, position, choice.logits)]
+    step = torch.finfo(target.dtype).eps * abs(float(choice.scores[choice.token]))
+    bound = max(step, *(2 * float(change.abs().max()) for change in changes))
+    others = {choice.winner_after(change) for change in changes}
+    explained = choice.margin <= bound or int(other[position]) in others
     return Comparison(length, dtype, position - prompt_length, choice.margin, bound, explained)
 
 
 @dataclass(frozen=True)
 class _Choice:
-    """How the target chose a token.
+    """How plain generate chose a token.
 
     Attributes:
         token: what it chose.
-        scores: `(vocabulary,)` in float32, behind the logits processors.
+        logits, scores: `(vocabulary,)` in float32, before and behind the logits processors.
         noise: `(vocabulary,)` what a draw adds to the scores before the largest wins; zeros in greedy decoding.
+        scale: how much a change of a logit changes its score: 1 / temperature.
     """
 
     token: int
+    logits: torch.Tensor
     scores: torch.Tensor
     noise: torch.Tensor
+    scale: float
 
     @property
     def margin(self) -> float:
@@ -148,9 +159,9 @@ class _Choice:
         best, second = (self.scores + self.noise).topk(2).values.tolist()
         return best - second
 
-    def winner_with(self, noise: torch.Tensor) -> int:
-        """What these scores would choose with the noise of another choice."""
-        return int((self.scores + noise).argmax())
+    def winner_after(self, change: torch.Tensor) -> int:
+        """What would be chosen if the scores had changed by so much."""
+        return int((self.scores + change + self.noise).argmax())
 
 
 class _RandomState(LogitsProcessor):
@@ -176,14 +187,51 @@ def _choice_after(target: PreTrainedModel, inputs: Mapping[str, Any], count: int
     """Plain generate's choice of the `count`-th new token."""
     state = _RandomState()
     own = {name: value for name, value in options.items() if name not in ("max_length", "streamer")}
-    own |= {"max_new_tokens": count, "return_dict_in_generate": True, "output_scores": True}
+    own |= {"max_new_tokens": count, "return_dict_in_generate": True, "output_scores": True, "output_logits": True}
     own["logits_processor"] = LogitsProcessorList([*(options.get("logits_processor") or []), state])
     output = target.generate(**inputs, **own)
-    scores = output.scores[-1][0].float()
+    logits, scores = output.logits[-1][0].float(), output.scores[-1][0].float()
     token = int(output.sequences[0, -1])
     config = options.get("generation_config") or target.generation_config
-    sampled = options.get("do_sample", config.do_sample)
-    return _Choice(token, scores, state.draw(scores) if sampled else torch.zeros_like(scores))
+    if not options.get("do_sample", config.do_sample):
+        return _Choice(token, logits, scores, torch.zeros_like(scores), 1.0)
+    temperature = options.get("temperature") or config.temperature or 1.0
+    return _Choice(token, logits, scores, state.draw(scores), 1 / temperature)
+
+
+@torch.inference_mode()
+def _changes(
+    target: PreTrainedModel,
+    inputs: Mapping[str, Any],
+    text: torch.LongTensor,
+    position: int,
+    logits: torch.Tensor,
+) -> Iterator[torch.Tensor]:
+    """How the logits `(vocabulary,)` that decide `position` of a text change from reading to reading.
+
+    A verify forward reads a token together with some before it, and with candidates behind it, whatever they are: here
+    the text's own continuation, and its beginning where the text ends.
+
+    Example:
+        position 20 is decided by the logits of token 19. With 3 before it and 8 behind, a first forward reads tokens
+        0..15, and a second one 16..27, whose ninth logits from the end are those of token 19.
+    """
+    ids = torch.cat([text, text])[: position + BEHIND]
+    kept = len(ids) - position + 1
+    keep = {"logits_to_keep": kept} if "logits_to_keep" in signature(target.forward).parameters else {}
+    whole = _extended(inputs, ids)
+    for before in BEFORE:
+        first = 0 if before is None else max(0, position - 1 - before)
+        if first == 0:
+            read = target(**whole, **keep, use_cache=False)
+        elif inputs.keys() <= {"input_ids", "attention_mask"}:
+            mask = whole["attention_mask"]
+            state = {CACHE_KEYWORD: DynamicCache(config=target.config), "use_cache": True}
+            target(input_ids=whole["input_ids"][:, :first], attention_mask=mask[:, :first], **keep, **state)
+            read = target(input_ids=whole["input_ids"][:, first:], attention_mask=mask, **keep, **state)
+        else:  # images and the like belong to a prompt that is read at once
+            continue
+        yield read.logits[0, -kept].float().to(logits.device) - logits
 
 
 def _extended(inputs: Mapping[str, Any], ids: torch.LongTensor) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from hf_dflash.comparison import compare_texts
 NEW = 24
 GREEDY = {"max_new_tokens": NEW, "do_sample": False}
 SAMPLED = {"max_new_tokens": NEW, "do_sample": True, "temperature": 0.8, "top_k": 0}
+INPUTS = {"input_ids": prompt(), "attention_mask": torch.ones_like(prompt())}
 MODES = {"greedy": GREEDY, "sampled": SAMPLED}
 
 
@@ -45,7 +46,7 @@ def test_the_same_text(target, mode):
 def test_a_difference_has_the_margin_of_plain_generate(target):
     ids = plain_text(target, GREEDY)
     position = prompt().shape[1] + 7
-    found = compare_texts(target, {"input_ids": prompt()}, ids, spoiled(ids, position), **GREEDY)
+    found = compare_texts(target, INPUTS, ids, spoiled(ids, position), **GREEDY)
     best, second = target(ids[None, :position]).logits[0, -1].topk(2).values.tolist()
     assert found.first_difference == 7
     assert found.margin == pytest.approx(best - second, abs=1e-4)
@@ -56,12 +57,12 @@ def test_a_difference_has_the_margin_of_plain_generate(target):
 def test_a_difference_of_sampled_texts_has_the_margin_of_the_draw(target):
     ids = plain_text(target, SAMPLED, seed=5)
     position = prompt().shape[1] + 7
-    found = compare_texts(target, {"input_ids": prompt()}, ids, spoiled(ids, position), seed=5, **SAMPLED)
+    found = compare_texts(target, INPUTS, ids, spoiled(ids, position), seed=5, **SAMPLED)
     assert found.first_difference == 7
     assert found.margin > found.bound > 0
     assert not found.within_rounding
     # From another seed plain generate draws something else, so nothing can be said about its margin.
-    assert compare_texts(target, {"input_ids": prompt()}, ids, spoiled(ids, position), seed=6, **SAMPLED).margin is None
+    assert compare_texts(target, INPUTS, ids, spoiled(ids, position), seed=6, **SAMPLED).margin is None
 
 
 def test_a_tie_is_within_rounding(target):
@@ -70,13 +71,20 @@ def test_a_tie_is_within_rounding(target):
     twin = 383
     with torch.no_grad():
         target.lm_head.weight[twin] = target.lm_head.weight[int(ids[position])]
-    found = compare_texts(target, {"input_ids": prompt()}, ids, spoiled(ids, position, twin), **GREEDY)
+    found = compare_texts(target, INPUTS, ids, spoiled(ids, position, twin), **GREEDY)
     assert (found.first_difference, found.margin, found.within_rounding) == (7, 0.0, True)
+
+
+def test_a_pad_token_in_the_text_is_read_like_any_other(target):
+    ids = plain_text(target, GREEDY)
+    target.generation_config.pad_token_id = int(ids[-4])
+    found = compare_texts(target, INPUTS, ids, spoiled(ids, len(ids) - 1), **GREEDY)
+    assert found.bound < 1e-3
 
 
 def test_a_text_that_merely_stops_sooner_is_no_rounding(target):
     ids = plain_text(target, GREEDY)
-    found = compare_texts(target, {"input_ids": prompt()}, ids, ids[:-3], **GREEDY)
+    found = compare_texts(target, INPUTS, ids, ids[:-3], **GREEDY)
     assert (found.first_difference, found.margin, found.within_rounding) == (NEW - 3, None, False)
 
 
