@@ -101,8 +101,10 @@ def main() -> None:
         for name, row in results["contexts"][length]["table"].items():
             cost, speed_up = row["round_ms"], row["speed_up"]
             print(
-                f"{length:>5} {name:<8} round {cost['median']:7.1f} ms ({cost['min']:.1f}..{cost['max']:.1f}), speed-up "
-                f"{speed_up['median']:.2f} ({speed_up['min']:.2f}..{speed_up['max']:.2f}), tau {row['tau']:.2f}",
+                f"{length:>5} {name:<8} round {cost['median']:7.1f} ms ({cost['min']:.1f}..{cost['max']:.1f}), ",
+                f"speed-up {speed_up['median']:.2f} ({speed_up['min']:.2f}..{speed_up['max']:.2f}), ",
+                f"tau {row['tau']:.2f}",
+                sep="",
                 flush=True,
             )
 
