@@ -69,8 +69,10 @@ def train(
         UnsupportedTargetError: a target that cannot be tapped.
         MissingPackageError: accelerate is not installed.
     """
-    _need_accelerate()
     settings = settings.check()
+    arguments = _arguments(settings)
+    if not is_main_process():
+        tell = _silence
     out = Path(settings.out)
     checkpoint = _checkpoint(out, settings, resume)
     torch.manual_seed(settings.seed)
@@ -89,7 +91,7 @@ def train(
         settings.to_yaml(out / SETTINGS_FILE)
         save_split(out / "held_out.json", held_out)
     states = _states(settings, target, draft, training, tell)
-    trainer, interrupt = _make_trainer(settings, target, draft, training, held_out, states)
+    trainer, interrupt = _make_trainer(settings, arguments, target, draft, training, held_out, states)
     try:
         trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
     except OSError as error:
@@ -112,11 +114,19 @@ def is_main_process() -> bool:
     return PartialState().is_main_process
 
 
-def _need_accelerate() -> None:
+def _silence(line: str) -> None:
+    """What processes other than the main one say."""
+
+
+def _arguments(settings: TrainingSettings) -> Any:
+    """transformers' arguments; making them also joins the processes that train together, so they come first."""
     try:
         import accelerate  # noqa: F401
     except ImportError as error:
         raise MissingPackageError("training needs the package accelerate: `pip install accelerate`") from error
+    from .trainer import make_arguments
+
+    return make_arguments(settings)
 
 
 def _checkpoint(out: Path, settings: TrainingSettings, resume: bool) -> Path | None:
@@ -232,22 +242,22 @@ def _states(
 
 def _make_trainer(
     settings: TrainingSettings,
+    arguments: Any,
     target: Target,
     draft: DFlashDraftModel,
     training: list[Record],
     held_out: list[Record],
     states: CachedStates | None,
 ) -> tuple[Any, Any]:
-    from .trainer import CompleteCheckpoints, DraftTrainer, StopOnInterrupt, make_arguments
+    from .trainer import CompleteCheckpoints, DraftTrainer, StopOnInterrupt
 
     frequent = None
     if settings.loss_vocabulary is not None and settings.loss_vocabulary < target.num_embeddings:
         frequent = response_token_counts(training, target.num_embeddings).topk(settings.loss_vocabulary).indices
-    arguments = make_arguments(settings, _use_bf16(settings, target))
-    if arguments.world_size > 1 and draft.config.dflash_version == 2:
+    if arguments.world_size > 1 and (draft.config.dflash_version == 2 or draft.embed_tokens is not None):
         raise TrainingError(
-            "DFlash 2 trains on one device: its selector is used outside the draft's forward, where gradients are "
-            "not shared. Start one process"
+            "DFlash 2 and drafts with embeddings of their own train in one process: they use parameters outside the "
+            "draft's forward, whose gradients the processes would not share"
         )
     interrupt = StopOnInterrupt()
     trainer = DraftTrainer(
@@ -260,12 +270,6 @@ def _make_trainer(
         callbacks=[interrupt, CompleteCheckpoints()],
     )
     return trainer, interrupt
-
-
-def _use_bf16(settings: TrainingSettings, target: Target) -> bool:
-    if settings.precision == "auto":
-        return target.model.device.type == "cuda" and torch.cuda.is_bf16_supported()
-    return settings.precision == "bf16"
 
 
 def _finish(

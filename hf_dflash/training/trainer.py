@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_utils import get_last_checkpoint
+from transformers.utils import logging
 
 from ..errors import TrainingError
 from ..modeling_dflash import DFlashDraftModel
@@ -24,6 +25,9 @@ from ..target import Target
 from .evaluation import Acceptance, measure_acceptance
 from .objective import Objective
 from .records import Record, RecordDataset, collate
+from .settings import TrainingSettings
+
+logger = logging.get_logger(__name__)
 
 COMPLETE = "complete"
 """The file that is written into a checkpoint last; a folder without it was interrupted and is not resumed from."""
@@ -136,9 +140,12 @@ def last_complete_checkpoint(out: str | Path) -> Path | None:
     return None
 
 
-def make_arguments(settings: Any, precision_bf16: bool) -> TrainingArguments:
-    """The settings in transformers' words."""
-    return TrainingArguments(
+def make_arguments(settings: TrainingSettings) -> TrainingArguments:
+    """The settings in transformers' words, on the device that accelerate gives to this process."""
+    bf16 = settings.precision == "bf16"
+    if settings.precision == "auto":
+        bf16 = settings.device != "cpu" and torch.cuda.is_available() and torch.cuda.is_bf16_supported()
+    arguments = TrainingArguments(
         output_dir=str(settings.out),
         num_train_epochs=settings.epochs,
         max_steps=settings.max_steps,
@@ -149,7 +156,7 @@ def make_arguments(settings: Any, precision_bf16: bool) -> TrainingArguments:
         warmup_steps=settings.warmup,
         weight_decay=settings.weight_decay,
         max_grad_norm=settings.clip,
-        bf16=precision_bf16,
+        bf16=bf16,
         use_cpu=settings.device == "cpu",
         seed=settings.seed,
         logging_steps=settings.log_every,
@@ -162,18 +169,19 @@ def make_arguments(settings: Any, precision_bf16: bool) -> TrainingArguments:
         report_to=settings.report_to,
         remove_unused_columns=False,
         dataloader_pin_memory=False,
+        ddp_find_unused_parameters=False,
         disable_tqdm=None,
     )
+    logger.info(f"training on {arguments.device}")  # asking for the device joins the processes
+    return arguments
 
 
-def check_resume(out: Path, settings_file: Path, settings: Any) -> Path:
+def check_resume(out: Path, settings_file: Path, settings: TrainingSettings) -> Path:
     """The checkpoint to resume from.
 
     Raises:
         TrainingError: there is none, or it belongs to a run with other settings.
     """
-    from .settings import TrainingSettings
-
     checkpoint = last_complete_checkpoint(out)
     if checkpoint is None:
         raise TrainingError(
