@@ -105,7 +105,7 @@ def test_block_size_and_trace(generate, tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
-        (["hello", "--block-size", "64"], "`block_size=64`"),
+        (["hello", "--block-size", "64"], "2 to 8, found 64"),
         (["hello", "--dtype", "int3"], "int3"),
         (["hello", "--quantization", "two-bits"], "two-bits"),
     ],

@@ -116,14 +116,16 @@ def _authors(pair: Pair) -> Method:
 
 
 def _dflash(pair: Pair, name: str = "dflash", block_size: int | None = None) -> Method:
-    largest = pair.draft.config.block_size
-    if block_size is not None and not 2 <= block_size <= largest:
-        raise NotHere(f"a block of this draft has 2 to {largest} tokens")
-    chosen = {"block_size": block_size} if block_size else {}
+    try:
+        block_size = pair.draft.config.checked_block_size(block_size)
+    except UnsupportedOptionError as error:
+        raise NotHere(str(error)) from error
 
     def decode(inputs: BatchEncoding, arguments: dict[str, Any]) -> Decoded:
         kept: list[DFlashStatistics] = []
-        ids = pair.target.generate(**inputs, **arguments, assistant_model=pair.draft, stats=kept.append, **chosen)
+        ids = pair.target.generate(
+            **inputs, **arguments, assistant_model=pair.draft, stats=kept.append, block_size=block_size
+        )
         return ids, kept[0]
 
     return Method(name, decode, same_seed=True)

@@ -16,7 +16,7 @@ from hf_dflash.bench.pair import Pair, encode, load_pair, sampling_arguments
 from hf_dflash.cache import CACHE_KEYWORD
 from hf_dflash.cli import options
 from hf_dflash.cli.show import diagnostics, statistics_table
-from hf_dflash.errors import DFlashError, UnsupportedOptionError
+from hf_dflash.errors import DFlashError
 from hf_dflash.outputs import DFlashStatistics
 
 HELP = """\
@@ -106,7 +106,7 @@ def obey(conversation: "Conversation", command: str, words: list[str]) -> Any:
             conversation.set_block_size(int(words[0]) if words else None)
         except (ValueError, DFlashError) as error:
             return str(error) if isinstance(error, DFlashError) else "/block takes a number of tokens."
-        return f"Blocks of {conversation.block_size or conversation.pair.draft.config.block_size} tokens from now on."
+        return f"Blocks of {conversation.block_size} tokens from now on."
     return f"There is no command {command}.\n{HELP}"
 
 
@@ -159,10 +159,7 @@ class Conversation:
         Raises:
             UnsupportedOptionError: less than 2, or more than the draft was trained for.
         """
-        largest = self.pair.draft.config.block_size
-        if block_size is not None and not 2 <= block_size <= largest:
-            raise UnsupportedOptionError(f"A block of this draft has 2 to {largest} tokens, not {block_size}.")
-        self.block_size = block_size
+        self.block_size = self.pair.draft.config.checked_block_size(block_size)
 
     def answer(self, text: str) -> None:
         """Put a user's turn and stream the answer. Ctrl-C ends the answer and keeps what was said so far."""
