@@ -49,6 +49,18 @@ DEEPSEEK["num_key_value_heads"] = 4
 FULL_AND_SLIDING = ["sliding_attention", "full_attention"] * 2
 
 
+def clamp_nothing(model: PreTrainedModel) -> None:
+    """Let mixers read several tokens as they read one: by default they clamp step sizes, which hf_dflash refuses."""
+    for mixer in (module for module in model.modules() if hasattr(module, "time_step_limit")):
+        mixer.time_step_limit = (0.0, float("inf"))
+
+
+@torch.no_grad()
+def show_pictures(model: PreTrainedModel) -> None:
+    """Give Gemma 3's image projection weights: they start as zeros, which make all pictures alike."""
+    torch.nn.init.normal_(model.model.multi_modal_projector.mm_input_projection_weight)
+
+
 @dataclass(frozen=True)
 class Family:
     """A kind of target.
@@ -60,8 +72,7 @@ class Family:
         kinds: cache kinds of its layers: full, sliding, chunked, delta, conv, mamba, mamba2, kda, hybrid, shared.
         initializer_range: spread of the initial weights, chosen so that greedy text is varied.
         since: the first transformers version that has the family.
-        clamped: whether its mixers clamp the step sizes of several tokens read together, and not those of one; `build`
-            switches that off, since hf_dflash refuses it.
+        adjust: what must be changed on the built model, see the functions.
     """
 
     model_class: str
@@ -70,7 +81,7 @@ class Family:
     kinds: tuple[str, ...] = ("full",)
     initializer_range: float = 0.4
     since: str = "5.17"
-    clamped: bool = False
+    adjust: Callable[[PreTrainedModel], None] | None = None
 
     @property
     def available(self) -> bool:
@@ -85,9 +96,8 @@ class Family:
             part.initializer_range = self.initializer_range
         torch.manual_seed(seed)
         model = getattr(transformers, self.model_class)(config).to(torch.float32).eval()
-        if self.clamped:
-            for mixer in (module for module in model.modules() if hasattr(module, "time_step_limit")):
-                mixer.time_step_limit = (0.0, float("inf"))
+        if self.adjust is not None:
+            self.adjust(model)
         return model
 
 
@@ -265,7 +275,7 @@ RECURRENT_FAMILIES = {
             topk_group=1,
         ),
         ("mamba2", "full"),
-        clamped=True,
+        adjust=clamp_nothing,
     ),
     "zamba2": Family(
         "Zamba2ForCausalLM",
@@ -283,7 +293,99 @@ RECURRENT_FAMILIES = {
         ),
         ("hybrid", "mamba2", "full"),
         initializer_range=0.2,
-        clamped=True,
+        adjust=clamp_nothing,
+    ),
+}
+
+#: Ids that image prompts of the multimodal families use.
+IMAGE, BEGIN_IMAGE, END_IMAGE, VIDEO = 380, 381, 382, 379
+QWEN_VISION = {
+    "depth": 2,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_heads": 2,
+    "patch_size": 4,
+    "spatial_merge_size": 2,
+    "temporal_patch_size": 2,
+    "out_hidden_size": HIDDEN,
+    "num_position_embeddings": 64,
+}
+QWEN_IDS = {
+    "image_token_id": IMAGE,
+    "video_token_id": VIDEO,
+    "vision_start_token_id": BEGIN_IMAGE,
+    "vision_end_token_id": END_IMAGE,
+    "tie_word_embeddings": False,
+}
+GEMMA_VISION = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
+
+
+def rope_in_sections(sections: list[int]) -> dict:
+    """Rotary positions of three axes, as multimodal Qwen models have them."""
+    return {"rope_type": "default", "rope_theta": 1e4, "mrope_section": sections}
+
+
+#: Targets with a vision tower. They are built like the others but need image inputs of their own kind.
+MULTIMODAL_FAMILIES = {
+    "qwen3_5_vl": Family(
+        "Qwen3_5ForConditionalGeneration",
+        "Qwen3_5Config",
+        dict(
+            QWEN_IDS,
+            text_config=dict(
+                DENSE, **DELTA, rope_parameters={**rope_in_sections([2, 1, 1]), "partial_rotary_factor": 0.5}
+            ),
+            vision_config=QWEN_VISION,
+        ),
+        ("delta", "full"),
+    ),
+    "qwen3_vl": Family(
+        "Qwen3VLForConditionalGeneration",
+        "Qwen3VLConfig",
+        dict(
+            QWEN_IDS,
+            text_config=dict(DENSE, rope_parameters=rope_in_sections([4, 2, 2])),
+            vision_config=dict(QWEN_VISION, deepstack_visual_indexes=[0, 1]),
+        ),
+    ),
+    "gemma3_vl": Family(
+        "Gemma3ForConditionalGeneration",
+        "Gemma3Config",
+        {
+            "text_config": ATTENTION_FAMILIES["gemma3"].config,
+            "vision_config": dict(GEMMA_VISION, image_size=32, patch_size=8),
+            "mm_tokens_per_image": 4,
+            "image_token_index": IMAGE,
+            "boi_token_index": BEGIN_IMAGE,
+            "eoi_token_index": END_IMAGE,
+            "tie_word_embeddings": False,
+        },
+        ("full", "sliding"),
+        adjust=show_pictures,
+    ),
+    "gemma4_vl": Family(
+        "Gemma4ForConditionalGeneration",
+        "Gemma4Config",
+        {
+            "text_config": ATTENTION_FAMILIES["gemma4"].config,
+            "vision_config": dict(
+                GEMMA_VISION,
+                num_key_value_heads=2,
+                head_dim=16,
+                patch_size=4,
+                pooling_kernel_size=2,
+                position_embedding_size=64,
+                default_output_length=70,
+            ),
+            "audio_config": None,
+            "image_token_id": IMAGE,
+            "boi_token_id": BEGIN_IMAGE,
+            "eoi_token_id": END_IMAGE,
+            "video_token_id": VIDEO,
+            "audio_token_id": 378,
+            "tie_word_embeddings": False,
+        },
+        ("full", "sliding", "shared"),
     ),
 }
 

@@ -200,20 +200,6 @@ class TestRefusals:
         with pytest.raises(UnsupportedTargetError, match="Layer 1 .* no module of the target was found"):
             TargetCache(DynamicCache(config=model.config), model, max_length=60, block_size=8)
 
-    @pytest.mark.parametrize("name", ["mamba", "jamba"])
-    def test_mixers_that_forget_their_state_in_a_block(self, name):
-        model = FAMILIES[name].build(0)
-        with pytest.raises(UnsupportedTargetError, match="does not give the same result for several tokens"):
-            TargetCache(DynamicCache(config=model.config), model, max_length=60, block_size=8)
-
-    @pytest.mark.parametrize("name", ["nemotron_h", "zamba2"])
-    def test_mixers_that_clamp_steps_in_a_block_only(self, name):
-        model = FAMILIES[name].build(0)
-        for mixer in (module for module in model.modules() if hasattr(module, "time_step_limit")):
-            mixer.time_step_limit = (0.001, float("inf"))
-        with pytest.raises(UnsupportedTargetError, match=r"clamps its step sizes to \(0.001, inf\)"):
-            TargetCache(DynamicCache(config=model.config), model, max_length=60, block_size=8)
-
     def test_the_checks_leave_the_random_state_alone(self, models):
         before = torch.get_rng_state()
         TargetCache(DynamicCache(config=models["qwen3_5"].config), models["qwen3_5"], max_length=60, block_size=8)

@@ -6,13 +6,14 @@ caches.
 """
 
 import random
+from dataclasses import replace
 
 import pytest
 import torch
 from families import FAMILIES
-from record import record
 from rollback import cycle, decode_plainly, largest_differences, read_in_blocks
 from torch import nn
+from transformers import DynamicCache
 
 from hf_dflash.cache import TargetCache
 from hf_dflash.cache.recurrent import RecurrentLayer
@@ -77,12 +78,13 @@ def test_prompts_of_every_length_with_random_acceptance(name, length):
 
 @pytest.mark.parametrize("name", EXACT)
 @pytest.mark.parametrize("length", [1, 70])
-def test_two_patterns_leave_equal_caches(name, length):
+def test_two_patterns_leave_equal_caches(name, length, record_property):
     one = assert_exact(name, length, 8, cycle([1]))
     other = assert_exact(name, length, 16, random_kept(16, seed=5))
     differences = largest_differences(one, other)
     scale = float(text_of(name, length)[1].abs().max())
-    record("rollback", name, differences)
+    for kind, value in differences.items():
+        record_property(kind, value)
     # Recurrent states are sums over all tokens and larger than a logit, so they get ten times the room.
     assert all(value < 10 * ROUNDING * scale for value in differences.values()), differences
 
@@ -114,7 +116,16 @@ def test_negative_control_one_entry_too_many(name):
 
 
 @pytest.mark.parametrize("name", sorted(REFUSED))
-def test_families_whose_blocks_cannot_equal_plain_decoding_are_refused(name):
+def test_families_whose_blocks_cannot_equal_plain_decoding_are_refused(name, record_property):
     with pytest.raises(UnsupportedTargetError, match="several tokens") as refusal:
         assert_exact(name, 11, 8, cycle([1]))
-    record("refused", name, str(refusal.value))
+    record_property("refused", str(refusal.value))
+
+
+@pytest.mark.parametrize("name", ["nemotron_h", "zamba2"])
+def test_mixers_that_clamp_steps_in_a_block_only_are_refused(name, record_property):
+    """As these families are by default; the other tests build them without the clamp."""
+    model = replace(FAMILIES[name], adjust=None).build(0)
+    with pytest.raises(UnsupportedTargetError, match="clamps its step sizes") as refusal:
+        TargetCache(DynamicCache(config=model.config), model, max_length=60, block_size=8)
+    record_property("refused", str(refusal.value))
