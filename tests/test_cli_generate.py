@@ -74,6 +74,14 @@ def test_chat_and_system_use_the_template(generate):
     assert (chat - plain, system - chat) == (3, 11)
 
 
+def test_template_options_reach_the_template(generate):
+    shorter = json.loads(generate("hello", "-n", "4", "--json", "--chat", "--template", '{"brief": true}').out)
+    chat = json.loads(generate("hello", "-n", "4", "--json", "--chat").out)
+    assert shorter["prompt_tokens"] == chat["prompt_tokens"] - 1  # without <|end|>
+    assert generate("hello", "--template", "brief").code == 2
+    assert generate("hello", "--template", "[]").code == 2
+
+
 def test_check_finds_the_same_text(generate):
     ended = generate("hello", "-n", "16", "--check")
     assert ended.code == 0

@@ -4,7 +4,7 @@ Owns: loading them from names and a few words (dtype, quantisation, device), and
 into arguments of `generate`. Does not know: decoding, the command line.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib.util import find_spec
 from typing import Any
 
@@ -30,19 +30,20 @@ DTYPES = ("auto", "bfloat16", "float16", "float32")
 
 @dataclass(frozen=True)
 class Pair:
-    """A target with its tokenizer, the draft that belongs to it, and the names they were loaded by."""
+    """A target with its tokenizer and its draft, the names they were loaded by, and arguments for the chat template."""
 
     target: PreTrainedModel
     tokenizer: PreTrainedTokenizerBase
     draft: DFlashDraftModel
     target_name: str
     draft_name: str
+    template: dict[str, Any] = field(default_factory=dict)
 
 
-def load_pair(target: str, draft: str, **options: Any) -> Pair:
+def load_pair(target: str, draft: str, template: dict[str, Any] | None = None, **options: Any) -> Pair:
     """Load both; options are those of `load_target`. The draft goes to the device of the target's first layers."""
     model, tokenizer = load_target(target, **options)
-    return Pair(model, tokenizer, load_draft(draft, device_map=str(model.device)), target, draft)
+    return Pair(model, tokenizer, load_draft(draft, device_map=str(model.device)), target, draft, template or {})
 
 
 def load_target(
@@ -139,5 +140,7 @@ def encode(pair: Pair, prompt: str | list[dict[str, str]]) -> BatchEncoding:
         raise UnsupportedOptionError(
             "The target's tokenizer has no chat template: give a plain prompt instead of a chat."
         )
-    inputs = tokenizer.apply_chat_template(prompt, add_generation_prompt=True, return_tensors="pt", return_dict=True)
+    inputs = tokenizer.apply_chat_template(
+        prompt, add_generation_prompt=True, return_tensors="pt", return_dict=True, **pair.template
+    )
     return inputs.to(pair.target.device)

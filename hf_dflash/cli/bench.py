@@ -50,6 +50,7 @@ def bench(
     max_new_tokens: options.MaxNewTokens = 256,
     repeats: Annotated[int, typer.Option(min=1, help="How often everything is run.")] = 1,
     seed: options.Seed = 0,
+    template: options.Template = "{}",
     raw: Annotated[bool, typer.Option("--raw", help="Give prompts as they are, without the chat template.")] = False,
     dtype: options.Dtype = "auto",
     device_map: options.DeviceMap = None,
@@ -94,6 +95,7 @@ def bench(
             raw=raw,
         )
         loading = {
+            "template": options.template_arguments(template),
             "dtype": dtype,
             "device_map": device_map,
             "quantization": quantization,
@@ -134,6 +136,7 @@ def _measure(targets: list[str], drafts: list[str], plan: Plan, loading: dict) -
     settings = {
         "dtype": dtype,
         "quantization": loading["quantization"],
+        "template": loading["template"],
         "max_new_tokens": plan.max_new_tokens,
         "repeats": plan.repeats,
         "seed": plan.seed,

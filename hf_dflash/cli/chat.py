@@ -30,6 +30,7 @@ def chat(
     target: options.Target,
     draft: options.Draft,
     system: options.System = None,
+    template: options.Template = "{}",
     max_new_tokens: options.MaxNewTokens = 1024,
     block_size: options.BlockSize = None,
     temperature: options.Temperature = 0.0,
@@ -51,6 +52,7 @@ def chat(
     pair = load_pair(
         target,
         draft,
+        options.template_arguments(template),
         dtype=dtype,
         device_map=device_map,
         quantization=quantization,

@@ -3,11 +3,12 @@
 Owns: flags, progress, loading the target. Does not know: how prompts are read or responses drawn.
 """
 
-import json
 from pathlib import Path
 from typing import Annotated
 
 import typer
+
+from hf_dflash.cli.options import template_arguments
 
 
 def data(
@@ -52,7 +53,7 @@ def data(
     from hf_dflash.training.prompts import read_prompts
     from hf_dflash.training.regenerate import RegenerationSettings, regenerate
 
-    options = _json(template)
+    options = template_arguments(template)
     tokenizer = AutoTokenizer.from_pretrained(target, trust_remote_code=trust_remote_code)
     asked = read_prompts(
         prompts, tokenizer, split=split, max_prompt_tokens=max_prompt_tokens, template_options=options
@@ -69,13 +70,3 @@ def data(
 
         regenerate(model, tokenizer, asked, out, settings, draft=helper, on_batch=show)
     typer.echo(f"{len(asked)} responses are in {out}.")
-
-
-def _json(text: str) -> dict:
-    try:
-        values = json.loads(text)
-    except json.JSONDecodeError as error:
-        raise typer.BadParameter(f"--template must be JSON: {error}") from error
-    if not isinstance(values, dict):
-        raise typer.BadParameter("--template must be a JSON object")
-    return values

@@ -30,6 +30,7 @@ def generate(
     file: Annotated[Path | None, typer.Option("--file", "-f", help="Read the prompt from a file.", exists=True)] = None,
     chat: Annotated[bool, typer.Option("--chat", help="Put the prompt into the target's chat template.")] = False,
     system: options.System = None,
+    template: options.Template = "{}",
     max_new_tokens: options.MaxNewTokens = 256,
     block_size: options.BlockSize = None,
     temperature: options.Temperature = 0.0,
@@ -58,6 +59,7 @@ def generate(
     pair = load_pair(
         target,
         draft,
+        options.template_arguments(template),
         dtype=dtype,
         device_map=device_map,
         quantization=quantization,
