@@ -6,11 +6,13 @@
 #   make docs     the documentation, built into site/
 #   make wheel    a wheel, built into dist/
 #
-# Choices, as in `make test TRANSFORMERS="transformers==5.17.0" VENV=.venv-floor`:
+# Choices, as in `make test TRANSFORMERS="transformers==5.17.0" VENV=.venv-floor`; EXTRAS adds extras of setup.py to the
+# environment, as in `make test EXTRAS=,awq,bnb`:
 PYTHON ?= python3
 VENV ?= .venv
 TORCH ?= torch==2.13.0
 TRANSFORMERS ?= transformers
+EXTRAS ?=
 JOBS ?= auto
 ARGS ?=
 
@@ -46,7 +48,7 @@ define install
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@$(BIN)/python -c 'import torch' 2>/dev/null || $(BIN)/pip install "$(TORCH)" || echo "$(TORCH) is not to be had here: pip chooses one"
 	@echo "Installing into $(VENV) (once)"
-	$(BIN)/pip install -q "$(TRANSFORMERS)" -e ".[$(1)]"
+	$(BIN)/pip install -q "$(TRANSFORMERS)" -e ".[$(1)$(EXTRAS)]"
 endef
 
 $(VENV)/.with-demo: setup.py pyproject.toml hf_dflash/version.py
