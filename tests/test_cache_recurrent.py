@@ -225,3 +225,33 @@ class TestOutputRecorder:
     def test_layers_without_understood_attributes_have_no_replay(self):
         assert not DeltaReplay.understands(nn.Linear(2, 2))
         assert not StateSpaceReplay.understands(nn.Linear(2, 2))
+
+
+@pytest.mark.parametrize("name", ["qwen3_5", "bamba", "lfm2", "llama"])
+def test_weights_that_accelerate_keeps_elsewhere(name):
+    """They are on the meta device between forwards, so nothing can be replayed: the mixer runs again."""
+    accelerate = pytest.importorskip("accelerate")
+    model = FAMILIES[name].build(0)
+    text, logits = decode_plainly(model, PROMPT, 20)
+    model = accelerate.cpu_offload(model, execution_device=torch.device("cpu"))
+    assert all(parameter.is_meta for parameter in model.parameters())
+    seen, _ = read_in_blocks(model, text, PROMPT.shape[1], 8, cycle([3, 1, 8, 5]))
+    assert (seen - logits).abs().max() < CLOSE
+
+
+@pytest.mark.parametrize("name", ["qwen3_5", "bamba", "lfm2"])
+def test_inference_mode_and_a_turn_outside_of_it(name):
+    """Tensors of inference mode must not be written outside of it; the second turn adopts them all the same."""
+    model = FAMILIES[name].build(0)
+    text, logits = decode_plainly(model, PROMPT, 20)
+    with torch.inference_mode():
+        _, cache = read_in_blocks(model, text[:, :20], PROMPT.shape[1], 8, cycle([3, 1, 8, 5]))
+    with torch.no_grad(), TargetCache(cache, model, max_length=60, block_size=8) as target_cache:
+        target_cache.begin_block()
+        block = torch.cat([text[:, 19:22], torch.full((1, 5), 7)], dim=1)
+        seen = forward(model, block, cache)[0, :3]
+        target_cache.commit(torch.tensor([3]), 8)
+        target_cache.begin_block()
+        more = forward(model, text[:, 22:26], cache)[0]
+        target_cache.commit(torch.tensor([4]), 4)
+    assert (torch.cat([seen, more]) - logits[9:16]).abs().max() < CLOSE

@@ -73,8 +73,7 @@ def _refuse_clamped_steps(mixer: nn.Module) -> None:
 @torch.no_grad()
 def _refuse_unless_block_equals_steps(mixer: nn.Module, model: PreTrainedModel) -> None:
     """Some versions of some mixers forget their state, or compute something else, when they read several tokens."""
-    parameters = [parameter for parameter in mixer.parameters() if not parameter.is_meta]
-    device, dtype = (parameters[0].device, parameters[0].dtype) if parameters else (model.device, model.dtype)
+    device, dtype = _execution_device(mixer), model.dtype
     hidden_size = model.config.get_text_config(decoder=True).hidden_size
     # A generator of its own: the caller's random numbers must not move.
     noise = torch.Generator().manual_seed(0)
@@ -88,6 +87,15 @@ def _refuse_unless_block_equals_steps(mixer: nn.Module, model: PreTrainedModel) 
             "read together as for the same tokens read one by one, so a verified block cannot equal plain decoding. "
             "Generate without a draft, or try another version of transformers."
         )
+
+
+def _execution_device(mixer: nn.Module) -> torch.device:
+    """Where a mixer computes: the device of its weights, or that of accelerate's hook if they are kept elsewhere."""
+    for module in mixer.modules():
+        device = getattr(getattr(module, "_hf_hook", None), "execution_device", None)
+        if device is not None:
+            return torch.device(device)
+    return next(mixer.parameters()).device
 
 
 def _read(mixer: nn.Module, model: PreTrainedModel, pieces: tuple[torch.Tensor, ...]) -> list[torch.Tensor]:
