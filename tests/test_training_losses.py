@@ -133,7 +133,11 @@ def batch_of(seed=0):
     return records, collate([data[0], data[1]])
 
 
-@pytest.mark.parametrize("changes", [{}, {"distillation": 0.4}, {"weighting": "d-pace"}, {"loss_chunk": 5}], ids=str)
+@pytest.mark.parametrize(
+    "changes",
+    [{}, {"distillation": 0.4}, {"weighting": "d-pace"}, {"loss_chunk": 5}, {"version": 2, "selector_weight": 0.0}],
+    ids=str,
+)
 def test_the_objective_agrees_with_a_loop_over_blocks(tmp_path, changes):
     """All anchors are used (anchors exceeds them), so the loss can be recomputed block by block without packing."""
     objective, draft, target = objective_of(tmp_path, anchors=100, **changes)
