@@ -1,12 +1,13 @@
 """Prompts, regenerated responses and training records: identity, resuming, and messages for bad input."""
 
 import json
+import sys
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-from hf_dflash.errors import TrainingError
+from hf_dflash.errors import MissingPackageError, TrainingError
 from hf_dflash.training.prompts import Prompt, batches, read_prompts, to_messages
 from hf_dflash.training.records import RecordDataset, collate, read_records, split
 from hf_dflash.training.regenerate import RegenerationSettings, regenerate
@@ -201,3 +202,15 @@ def test_collated_rows_are_padded_on_the_right(tmp_path):
     batch = collate([data[1], data[0]])
     assert batch["lengths"].tolist() == [7, 9] and batch["indices"].tolist() == [1, 0]
     assert batch["input_ids"][0].tolist() == [*short.prompt_ids, *short.response_ids, 0, 0]
+
+
+def test_a_name_that_is_no_file_needs_datasets(monkeypatch):
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    with pytest.raises(MissingPackageError, match="'some/data' is no file.*pip install datasets"):
+        read_prompts("some/data", Letters())
+
+
+def test_a_name_that_is_no_file_is_read_with_datasets(monkeypatch):
+    loaded = SimpleNamespace(load_dataset=lambda name, split: [{"prompt": f"{name} {split}"}])
+    monkeypatch.setitem(sys.modules, "datasets", loaded)
+    assert read_prompts("some/data", Letters(), split="test")[0].source == {"prompt": "some/data test"}

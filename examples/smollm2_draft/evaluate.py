@@ -99,7 +99,9 @@ def main() -> None:
     prompts = read_prompts(held_out_prompts(args.work / "held_out_prompts.jsonl", args.count), tokenizer)
     settings = RegenerationSettings(max_new_tokens=args.tokens, batch_size=40)
     responses = regenerate(model, tokenizer, prompts, args.work / "held_out.jsonl", settings)
-    records = [json.loads(line) for line in responses.read_text(encoding="utf-8").splitlines()]
+    asked = {prompt.key for prompt in prompts}
+    lines = map(json.loads, responses.read_text(encoding="utf-8").splitlines())
+    records = [record for record in lines if record["key"] in asked]
     for name in args.drafts:
         draft = load_draft(name, dtype=torch.bfloat16)
         if args.decode:
