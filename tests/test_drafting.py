@@ -98,14 +98,21 @@ def test_a_block_is_proposed_from_positions_and_taps_alone():
     context = DraftContext(draft, 0, 100)
     generator = DFlashCandidateGenerator(draft, target, context)
     context.extend(taps(7))
+    positions = []
+    handle = draft.register_forward_pre_hook(
+        lambda m, a, k: positions.extend(k["position_ids"][0].tolist()), with_kwargs=True
+    )
     with torch.no_grad():
         candidates = generator.propose(torch.tensor([42]), 4)
+        handle.remove()
         block = torch.tensor([[42, draft.config.mask_token_id, draft.config.mask_token_id, draft.config.mask_token_id]])
         hidden = draft(
             noise_embeds=target.embed(block), context_hidden_states=taps(7), position_ids=torch.arange(11)[None]
         ).last_hidden_state
         wanted = target.head(hidden[:, 1:]).argmax(-1)
     assert candidates.tolist() == wanted.tolist()
+    # RoPE alone would not tell a shift of them all.
+    assert positions == list(range(11))
     assert (context.fused_end, context.end) == (7, 7), "the block itself is not kept"
 
 

@@ -1,0 +1,51 @@
+"""What options mean: block sizes, defaults that nobody asked for, refusals by name."""
+
+import pytest
+from tiny_drafts import tiny_config
+from transformers import GenerationConfig
+
+from hf_dflash import UnsupportedOptionError
+from hf_dflash.options import OTHER_ASSISTANCE, fields_set_in, refuse_other_assistance, resolve_block_size
+
+CONFIG = tiny_config(block_size=8)
+
+
+@pytest.mark.parametrize(
+    "block_size,num_assistant_tokens,wanted",
+    [(None, None, 8), (2, None, 2), (8, None, 8), (None, 1, 2), (None, 7, 8), (5, 4, 5)],
+)
+def test_block_size(block_size, num_assistant_tokens, wanted):
+    assert resolve_block_size(CONFIG, block_size, num_assistant_tokens) == wanted
+
+
+@pytest.mark.parametrize("block_size", [1, 9, 0, -3, True, "4", 4.0])
+def test_a_wrong_block_size_is_named(block_size):
+    with pytest.raises(UnsupportedOptionError, match="block_size must be an integer from 2 to 8, found"):
+        resolve_block_size(CONFIG, block_size)
+
+
+@pytest.mark.parametrize("tokens", [True, "3", 2.0])
+def test_a_wrong_number_of_assistant_tokens_is_named(tokens):
+    with pytest.raises(UnsupportedOptionError, match="num_assistant_tokens must be an integer from 1 to 7"):
+        resolve_block_size(CONFIG, None, tokens)
+    with pytest.raises(UnsupportedOptionError, match="block_size"):
+        resolve_block_size(CONFIG, None, 8)
+
+
+def test_both_at_once_must_agree():
+    with pytest.raises(UnsupportedOptionError, match="block_size=4 and num_assistant_tokens=4 .*disagree"):
+        resolve_block_size(CONFIG, 4, 4)
+
+
+@pytest.mark.parametrize("name", OTHER_ASSISTANCE)
+def test_every_option_of_other_assistance_is_refused_by_name(name):
+    with pytest.raises(UnsupportedOptionError, match=f"`{name}=3`"):
+        refuse_other_assistance({}, {name: 3})
+    refuse_other_assistance({name: None}, {name: False})
+
+
+def test_cores_defaults_count_as_unset():
+    defaults = GenerationConfig(**GenerationConfig._get_default_generation_params())
+    assert not any(fields_set_in(defaults).get(name) for name in (*OTHER_ASSISTANCE, "num_assistant_tokens"))
+    assert fields_set_in(GenerationConfig(num_assistant_tokens=5))["num_assistant_tokens"] == 5
+    assert fields_set_in(None) == {}
