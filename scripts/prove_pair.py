@@ -47,8 +47,8 @@ def authors_rounds(folder: str, target, ids: torch.Tensor, new_tokens: int, eos:
     return result.output_ids[0, ids.shape[1] :].tolist(), result.acceptance_lengths
 
 
-def prove(target, draft, folder: str, ids: torch.Tensor, new_tokens: int) -> dict:
-    """One prompt: the three texts compared."""
+def prove(target, draft, folder: str | None, ids: torch.Tensor, new_tokens: int) -> dict:
+    """One prompt: the texts compared; without a folder the authors' loop is left out."""
     options = {"max_new_tokens": new_tokens, "do_sample": False, "attention_mask": torch.ones_like(ids)}
     plain = target.generate(ids, **options, return_dict_in_generate=True, output_logits=True)
     statistics = []
@@ -65,6 +65,8 @@ def prove(target, draft, folder: str, ids: torch.Tensor, new_tokens: int) -> dic
         first = int(differing[0]) - ids.shape[1] if len(differing) else shared - ids.shape[1]
         best, second = plain.logits[first][0].topk(2).values.tolist()
         line |= {"first_difference": first, "best": best, "second": second}
+    if folder is None:
+        return line
     eos = torch.tensor([target.generation_config.eos_token_id]).flatten().tolist()
     authors, rounds = authors_rounds(folder, target, ids, new_tokens, eos, draft.dtype)
     return line | {"authors_equal_ours": authors == ours[ids.shape[1] :].tolist(), "authors_committed": rounds}
@@ -77,6 +79,7 @@ def main() -> None:
     parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"])
     parser.add_argument("--prompts", type=int, default=40)
     parser.add_argument("--new-tokens", type=int, default=256)
+    parser.add_argument("--without-authors", action="store_true")
     arguments = parser.parse_args()
 
     dtype = getattr(torch, arguments.dtype)
@@ -84,18 +87,19 @@ def main() -> None:
     target, tokenizer = load_target(folder, dtype=arguments.dtype)
     draft = load_draft(arguments.draft, dtype=dtype)
     pair = Pair(target, tokenizer, draft, folder, arguments.draft)
+    authors = None if arguments.without_authors else arguments.draft
     done = set()
     if arguments.out.exists():
         done = {json.loads(line)["prompt"] for line in arguments.out.read_text().splitlines()}
     with arguments.out.open("a") as out:
         for name, ids in prompts(pair, arguments.prompts):
             if name not in done:
-                line = prove(target, draft, arguments.draft, ids, arguments.new_tokens)
+                line = prove(target, draft, authors, ids, arguments.new_tokens)
                 out.write(json.dumps({"prompt": name, "dtype": arguments.dtype, **line}) + "\n")
                 out.flush()
     lines = [json.loads(line) for line in arguments.out.read_text().splitlines()]
     tau = sum(sum(line["committed"]) for line in lines) / sum(len(line["committed"]) for line in lines)
-    same_rounds = sum(line["committed"] == line["authors_committed"] for line in lines)
+    same_rounds = sum(line["committed"] == line.get("authors_committed") for line in lines)
     equal = sum(line["equal"] for line in lines)
     print(
         f"{len(lines)} prompts: {equal} equal to plain generate, tau {tau:.3f}, {same_rounds} with the authors' rounds"
