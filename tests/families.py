@@ -49,12 +49,6 @@ DEEPSEEK["num_key_value_heads"] = 4
 FULL_AND_SLIDING = ["sliding_attention", "full_attention"] * 2
 
 
-def clamp_nothing(model: PreTrainedModel) -> None:
-    """Let mixers read several tokens as they read one: by default they clamp step sizes, which hf_dflash refuses."""
-    for mixer in (module for module in model.modules() if hasattr(module, "time_step_limit")):
-        mixer.time_step_limit = (0.0, float("inf"))
-
-
 @torch.no_grad()
 def show_pictures(model: PreTrainedModel) -> None:
     """Give Gemma 3's image projection weights: they start as zeros, which make all pictures alike."""
@@ -275,7 +269,6 @@ RECURRENT_FAMILIES = {
             topk_group=1,
         ),
         ("mamba2", "full"),
-        adjust=clamp_nothing,
     ),
     "zamba2": Family(
         "Zamba2ForCausalLM",
@@ -293,7 +286,6 @@ RECURRENT_FAMILIES = {
         ),
         ("hybrid", "mamba2", "full"),
         initializer_range=0.2,
-        adjust=clamp_nothing,
     ),
 }
 

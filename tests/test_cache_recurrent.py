@@ -1,5 +1,7 @@
 """Replaying recurrent states: the closed forms against the recurrences, ragged rows, trust, the fallback."""
 
+import threading
+
 import pytest
 import torch
 from families import FAMILIES
@@ -7,9 +9,11 @@ from rollback import cycle, decode_plainly, forward, read_in_blocks
 from torch import nn
 from transformers import DynamicCache
 
-from hf_dflash.cache import TargetCache, replay_group
+from hf_dflash.cache import TargetCache, mixers, replay_group
 from hf_dflash.cache.convolution import ConvolutionInputs, StackedConvolution
 from hf_dflash.cache.delta_rule import DeltaReplay, advance_delta_states
+from hf_dflash.cache.mixers import mixers_by_layer
+from hf_dflash.cache.reading import Reading
 from hf_dflash.cache.recurrent import RecurrentLayer
 from hf_dflash.cache.replay import OutputRecorder
 from hf_dflash.cache.state_space import StateSpaceReplay, advance_state_spaces
@@ -255,3 +259,75 @@ def test_inference_mode_and_a_turn_outside_of_it(name):
         more = forward(model, text[:, 22:26], cache)[0]
         target_cache.commit(torch.tensor([4]), 4)
     assert (torch.cat([seen, more]) - logits[9:16]).abs().max() < CLOSE
+
+
+class TestReading:
+    """Mixers whose own forward over several tokens is not their forward over one at a time."""
+
+    @pytest.mark.parametrize(
+        ("name", "reading"),
+        [
+            ("mamba", Reading.ONE_BY_ONE),
+            ("jamba", Reading.ONE_BY_ONE),
+            ("nemotron_h", Reading.UNCLAMPED),
+            ("zamba2", Reading.UNCLAMPED),
+            ("bamba", Reading.TOGETHER),
+            ("qwen3_5", Reading.TOGETHER),
+            ("lfm2", Reading.TOGETHER),
+        ],
+    )
+    def test_how_each_family_must_read_a_block(self, name, reading):
+        found = mixers_by_layer(FAMILIES[name].build(0))
+        assert found and {each for _, each in found.values()} == {reading}
+
+    @pytest.mark.parametrize("name", ["mamba", "jamba", "nemotron_h", "zamba2"])
+    def test_their_own_forward_would_be_wrong(self, name, monkeypatch):
+        """The negative control: read together, as the others are, the same text has other logits."""
+        model = FAMILIES[name].build(0)
+        text, logits = decode_plainly(model, PROMPT, 20)
+        plain, _ = read_in_blocks(model, text, PROMPT.shape[1], 8, cycle([3, 1, 8, 5]))
+        monkeypatch.setattr(mixers, "_reading_of", lambda alike, model: Reading.TOGETHER)
+        wrong, _ = read_in_blocks(model, text, PROMPT.shape[1], 8, cycle([3, 1, 8, 5]))
+        assert (plain - logits).abs().max() < CLOSE
+        assert (wrong - logits).abs().max() > CLOSE
+
+    @pytest.mark.parametrize("name", ["jamba", "nemotron_h"])
+    def test_two_threads_do_not_read_each_others_blocks(self, name):
+        model = FAMILIES[name].build(0)
+        texts = [decode_plainly(model, PROMPT + 30 * number, 16) for number in range(3)]
+        results: dict[int, torch.Tensor] = {}
+
+        def run(number: int) -> None:
+            results[number], _ = read_in_blocks(model, texts[number][0], PROMPT.shape[1], 4 + number, cycle([2, 1, 4]))
+
+        threads = [threading.Thread(target=run, args=(number,)) for number in range(3)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        for number, (_, logits) in enumerate(texts):
+            assert (results[number] - logits).abs().max() < CLOSE
+
+    def test_rows_return_to_their_own_step(self):
+        model = FAMILIES["mamba"].build(0)
+        prompts, blocks, kept = torch.randint(5, 300, (3, 7)), torch.randint(5, 300, (3, 6)), [2, 6, 1]
+        target_cache, layers = commit_once(model, prompts, blocks, torch.tensor(kept))
+        for row, count in enumerate(kept):
+            alone, its_layers = commit_once(model, prompts[row, None], blocks[row, None], torch.tensor([count]))
+            for layer, single in zip(layers, its_layers, strict=True):
+                own, wanted = layer.recurrent_states[0][row], single.recurrent_states[0][0]
+                assert (own - wanted).abs().max() < 1e-4 * wanted.abs().max()
+            alone.__exit__(None, None, None)
+        target_cache.__exit__(None, None, None)
+
+    def test_the_clamp_stays_on_the_model(self):
+        model = FAMILIES["nemotron_h"].build(0)
+        limits = [mixer.time_step_limit for mixer, _ in mixers_by_layer(model).values()]
+        text, _ = decode_plainly(model, PROMPT, 12)
+        read_in_blocks(model, text, PROMPT.shape[1], 8, cycle([3]))
+        assert [mixer.time_step_limit for mixer, _ in mixers_by_layer(model).values()] == limits
+        assert limits[0][0] > 0
+
+    @pytest.mark.parametrize("name", ["nemotron_h", "jamba"])
+    def test_with_weights_that_accelerate_keeps_elsewhere(self, name):
+        test_weights_that_accelerate_keeps_elsewhere(name)

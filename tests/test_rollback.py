@@ -6,18 +6,15 @@ caches.
 """
 
 import random
-from dataclasses import replace
 
 import pytest
 import torch
 from families import FAMILIES
 from rollback import cycle, decode_plainly, largest_differences, read_in_blocks
 from torch import nn
-from transformers import DynamicCache
 
 from hf_dflash.cache import TargetCache
 from hf_dflash.cache.recurrent import RecurrentLayer
-from hf_dflash.errors import UnsupportedTargetError
 
 NEW = 36
 #: Prompts of one token, below and at the convolution width, in the middle, and beyond windows and chunks (8 and 64).
@@ -25,8 +22,7 @@ PROMPTS = [1, 3, 4, 11, 70]
 #: fp32 sums in another order differ by 1e-7 of a value; the wide random weights amplify that to 4e-5 of the largest
 #: logit at most. A state of another position differs by as much as the largest logit itself.
 ROUNDING = 2e-4
-REFUSED = {"mamba", "jamba"}
-EXACT = [name for name in FAMILIES if name not in REFUSED]
+EXACT = list(FAMILIES)
 RECURRENT = [name for name in EXACT if not {"full", "sliding", "chunked", "shared"} >= set(FAMILIES[name].kinds)]
 _models: dict[str, nn.Module] = {}
 _texts: dict[tuple[str, int], tuple[torch.Tensor, torch.Tensor]] = {}
@@ -113,19 +109,3 @@ def test_negative_control_one_entry_too_many(name):
 
     with pytest.raises(AssertionError):
         assert_exact(name, 11, 8, cycle([3, 1, 8, 5]), commit=keep_one_more)
-
-
-@pytest.mark.parametrize("name", sorted(REFUSED))
-def test_families_whose_blocks_cannot_equal_plain_decoding_are_refused(name, record_property):
-    with pytest.raises(UnsupportedTargetError, match="several tokens") as refusal:
-        assert_exact(name, 11, 8, cycle([1]))
-    record_property("refused", str(refusal.value))
-
-
-@pytest.mark.parametrize("name", ["nemotron_h", "zamba2"])
-def test_mixers_that_clamp_steps_in_a_block_only_are_refused(name, record_property):
-    """As these families are by default; the other tests build them without the clamp."""
-    model = replace(FAMILIES[name], adjust=None).build(0)
-    with pytest.raises(UnsupportedTargetError, match="clamps its step sizes") as refusal:
-        TargetCache(DynamicCache(config=model.config), model, max_length=60, block_size=8)
-    record_property("refused", str(refusal.value))

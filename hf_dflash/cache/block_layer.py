@@ -12,6 +12,7 @@ from torch import nn
 from transformers import Cache
 
 from ..errors import UnsupportedOptionError
+from .reading import Reading
 
 
 @dataclass(frozen=True)
@@ -23,12 +24,14 @@ class LayerPlan:
         block_size: the most tokens that one verify forward reads.
         cache: the cache that the layer is part of; a forward that carries it is one of this call's.
         mixer: the module that reads and writes the layer's recurrent state; None for attention alone.
+        reading: how that module must read a block.
     """
 
     max_length: int
     block_size: int
     cache: Cache
-    mixer: nn.Module | None
+    mixer: nn.Module | None = None
+    reading: Reading = Reading.TOGETHER
 
 
 class BlockLayer(ABC):

@@ -1,7 +1,7 @@
-"""Where a target keeps its recurrent layers, and whether they can verify a block at all.
+"""Where a target keeps its recurrent layers, and how each of them must read a block.
 
-Owns: finding, for each layer of a cache, the module that reads and writes its recurrent state; refusing mixers whose
-forward over several tokens is not their forward over one token at a time.
+Owns: finding, for each layer of a cache, the module that reads and writes its recurrent state; telling whether its
+forward over several tokens equals its forward over one token at a time.
 
 Does not know: cache layers, replays.
 """
@@ -14,6 +14,7 @@ from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import LinearAttentionCacheLayerMixin
 
 from ..errors import UnsupportedTargetError
+from .reading import Reading
 
 #: Names that mixers give to the cache argument, in the versions of transformers that are supported.
 CACHE_ARGUMENTS = ("cache", "cache_params", "past_key_values")
@@ -28,14 +29,14 @@ CHECKED = 4
 ROUNDING, HALF_ROUNDING = 1e-3, 5e-2
 
 
-def mixers_by_layer(model: PreTrainedModel) -> dict[int, nn.Module]:
-    """Recurrent mixers of the target's decoder by the cache layer they name.
+def mixers_by_layer(model: PreTrainedModel) -> dict[int, tuple[nn.Module, Reading]]:
+    """Recurrent mixers of the target's decoder by the cache layer they name, and how they must read a block.
 
-    A mixer knows its `layer_idx` and holds a short convolution: true of every recurrent layer in transformers. Some
-    of each class are run on a few random tokens to see that they can verify a block.
+    A mixer knows its `layer_idx` and holds a short convolution: true of every recurrent layer in transformers. Some of
+    each class are run on a few random tokens to see whether they read several tokens as they read one.
 
     Raises:
-        UnsupportedTargetError: two mixers share a layer, or one reads several tokens in another way than one by one.
+        UnsupportedTargetError: two mixers share a layer, or one takes no cache.
     """
     mixers: dict[int, nn.Module] = {}
     for module in model.get_decoder().modules():
@@ -51,28 +52,28 @@ def mixers_by_layer(model: PreTrainedModel) -> dict[int, nn.Module]:
     by_class: dict[type, list[nn.Module]] = {}
     for mixer in mixers.values():
         by_class.setdefault(type(mixer), []).append(mixer)
-    for alike in by_class.values():
-        # A mixer whose state fades fast hardly shows what it does with it, so not one alone.
-        for mixer in alike[:: max(1, len(alike) // CHECKED)]:
-            _refuse_clamped_steps(mixer)
-            _refuse_unless_block_equals_steps(mixer, model)
-    return mixers
+    readings = {mixer_class: _reading_of(alike, model) for mixer_class, alike in by_class.items()}
+    return {index: (mixer, readings[type(mixer)]) for index, mixer in mixers.items()}
 
 
-def _refuse_clamped_steps(mixer: nn.Module) -> None:
-    """Mamba-2 mixers clamp their step sizes where they read several tokens, and not where they read one."""
-    limits = getattr(mixer, "time_step_limit", None)
-    if limits is not None and (limits[0] > 0.0 or limits[1] < float("inf")):
-        raise UnsupportedTargetError(
-            f"{type(mixer).__name__} clamps its step sizes to {tuple(limits)} when it reads several tokens, but not "
-            "when it reads one, so a verified block cannot equal plain decoding. Generate without a draft, or set "
-            "time_step_min (time_step_limit) of the target's config so that nothing is clamped."
-        )
+def _reading_of(alike: list[nn.Module], model: PreTrainedModel) -> Reading:
+    """How mixers of one class must read a block so that it equals plain decoding."""
+    limits = getattr(alike[0], "time_step_limit", None) or (0.0, float("inf"))
+    clamps = limits[0] > 0.0 or limits[1] < float("inf")
+    # A forward that was replaced on the object (accelerate does so) belongs to that object and cannot be lent to
+    # another.
+    if clamps and "forward" not in vars(alike[0]):
+        return Reading.UNCLAMPED
+    # A mixer whose state fades fast hardly shows what it does with it, so not one alone.
+    some = alike[:: max(1, len(alike) // CHECKED)]
+    if clamps or not all(_block_equals_steps(mixer, model) for mixer in some):
+        return Reading.ONE_BY_ONE
+    return Reading.TOGETHER
 
 
 @torch.no_grad()
-def _refuse_unless_block_equals_steps(mixer: nn.Module, model: PreTrainedModel) -> None:
-    """Some versions of some mixers forget their state, or compute something else, when they read several tokens."""
+def _block_equals_steps(mixer: nn.Module, model: PreTrainedModel) -> bool:
+    """Whether random tokens give the same outputs and states together and one by one, up to rounding."""
     device, dtype = _execution_device(mixer), model.dtype
     hidden_size = model.config.get_text_config(decoder=True).hidden_size
     # A generator of its own: the caller's random numbers must not move.
@@ -81,12 +82,7 @@ def _refuse_unless_block_equals_steps(mixer: nn.Module, model: PreTrainedModel) 
     together = _read(mixer, model, tokens.split([PREFIX, BLOCK], dim=1))
     one_by_one = _read(mixer, model, tokens.split([PREFIX] + [1] * BLOCK, dim=1))
     rounding = ROUNDING if dtype == torch.float32 else HALF_ROUNDING
-    if any((a - b).norm() > rounding * b.norm() for a, b in zip(together, one_by_one, strict=True)):
-        raise UnsupportedTargetError(
-            f"{type(mixer).__name__} of the installed transformers does not give the same result for several tokens "
-            "read together as for the same tokens read one by one, so a verified block cannot equal plain decoding. "
-            "Generate without a draft, or try another version of transformers."
-        )
+    return all(bool((a - b).norm() <= rounding * b.norm()) for a, b in zip(together, one_by_one, strict=True))
 
 
 def _execution_device(mixer: nn.Module) -> torch.device:

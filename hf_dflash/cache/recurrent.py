@@ -1,7 +1,7 @@
 """Recurrent and convolution layers of the target's cache: a saved state, and the accepted tokens replayed from it.
 
-Owns: the stand-in for transformers' `LinearAttentionLayer`: what is recorded while a block is read, and running the
-mixer again where no replay can be trusted.
+Owns: the stand-in for transformers' `LinearAttentionLayer`: what is recorded while a block is read, and the generic
+fallback where no replay can be trusted, which runs the mixer again.
 
 Does not know: the recurrences (`delta_rule`, `state_space`), which layers are replayed together, attention.
 """
@@ -13,8 +13,12 @@ from transformers.cache_utils import LinearAttentionLayer
 from ..errors import UnsupportedTargetError
 from .block_layer import BlockLayer, LayerPlan, same_for_all_rows
 from .convolution import ConvolutionInputs
-from .replay import BlockRecord, OutputRecorder, run_again
+from .reading import Call, Reading, cut, num_tokens, read_one_by_one, without_clamp
+from .replay import BlockRecord, OutputRecorder
 from .replay_group import replay_for
+
+#: The states of one moment: convolution states, recurrent states, and which of them are there.
+Snapshot = tuple[dict[int, torch.Tensor | None], dict[int, torch.Tensor | None], dict[int, bool]]
 
 
 class RecurrentLayer(BlockLayer, LinearAttentionLayer):
@@ -31,8 +35,9 @@ class RecurrentLayer(BlockLayer, LinearAttentionLayer):
         self.original = original
         self._plan = plan
         self.mixer = plan.mixer
+        self._reader = without_clamp(plan.mixer) if plan.reading is Reading.UNCLAMPED else plan.mixer
         self._recorder: OutputRecorder | None = None
-        self._handle = None
+        self._handles: list = []
         # The mixers then show every token to `update_conv_state`, also one that comes alone.
         self.record_past = True
         _copy_states(original, self)
@@ -42,7 +47,9 @@ class RecurrentLayer(BlockLayer, LinearAttentionLayer):
         self._forget_block()
 
     def start(self) -> None:
-        self._handle = self.mixer.register_forward_pre_hook(self._before_mixer, with_kwargs=True)
+        self._handles.append(self.mixer.register_forward_pre_hook(self._before_mixer, with_kwargs=True))
+        if self._plan.reading is not Reading.TOGETHER:
+            self._handles.append(self.mixer.register_forward_hook(self._after_mixer, with_kwargs=True))
         replay = replay_for(self.mixer)
         if replay is not None:
             self._recorder = OutputRecorder(replay.sources(self.mixer), self._plan.block_size)
@@ -89,7 +96,7 @@ class RecurrentLayer(BlockLayer, LinearAttentionLayer):
 
     def record(self) -> BlockRecord | None:
         """What a replay needs of the open block; None when a part of it was not seen, or nothing recurs (LFM2)."""
-        if self._outputs is None or 0 not in self._inputs or not self.is_recurrent_states_initialized[0]:
+        if self._steps or self._outputs is None or 0 not in self._inputs or not self.is_recurrent_states_initialized[0]:
             return None
         return BlockRecord(self._before[1][0], self.recurrent_states[0], self._inputs[0], self._outputs)
 
@@ -114,25 +121,60 @@ class RecurrentLayer(BlockLayer, LinearAttentionLayer):
         self._forget_block()
 
     def release(self) -> LinearAttentionLayer:
-        if self._handle is not None:
-            self._handle.remove()
+        for handle in self._handles:
+            handle.remove()
         if self._recorder is not None:
             self._recorder.remove()
         _copy_states(self, self.original)
         return self.original
 
-    def _before_mixer(self, mixer: nn.Module, args: tuple, kwargs: dict) -> None:
-        """Record the call of the mixer, if it is one of this cache's blocks."""
-        if not self._reading_block or not any(value is self._plan.cache for value in (*args, *kwargs.values())):
-            return
+    def _before_mixer(self, mixer: nn.Module, args: tuple, kwargs: dict | None = None) -> Call | None:
+        """Record the call of the mixer, if it is one of this cache's blocks.
+
+        Returns:
+            where the mixer's own forward is not to read all tokens, the call with the first alone: `_after_mixer` reads
+            the rest. Hooks can replace what goes in and what comes out, but not keep the forward from running.
+        """
+        if kwargs is None or not self._reads_block((args, kwargs)):
+            # Without keywords the hook was removed while another thread's forward was about to call it.
+            return None
         self._call = (args, kwargs)
-        if _tokens_of(args, kwargs) == 1:
-            # Kernels for single tokens write into the states they are given, which are the saved ones.
-            for states in (self.conv_states, self.recurrent_states):
-                states.update({index: None if state is None else state.clone() for index, state in states.items()})
+        tokens = num_tokens(self._call)
+        if tokens > 1 and self._plan.reading is Reading.TOGETHER:
+            return None
+        self._detach_states()
+        return cut(self._call, tokens, 0, 1)
+
+    def _after_mixer(self, mixer: nn.Module, args: tuple, *rest) -> torch.Tensor | None:
+        """Read a block in the way that the mixer needs; the output replaces that of its own forward."""
+        *kwargs, output = rest
+        if not kwargs or not self._reads_block((args, kwargs[0])) or num_tokens(self._call) == 1:
+            return None
+        if self._plan.reading is Reading.UNCLAMPED:
+            self._restore()
+            args, kwargs = self._call
+            return self._reader.forward(*args, **kwargs)
+        return read_one_by_one(mixer, self._call, num_tokens(self._call), output, self._keep_step)
+
+    def _reads_block(self, call: Call) -> bool:
+        """Whether a call of the mixer is part of this cache's open block: other threads may use the model, too."""
+        return self._reading_block and any(value is self._plan.cache for value in (*call[0], *call[1].values()))
+
+    def _keep_step(self) -> None:
+        """Remember the states behind one token of a block that is read one by one."""
+        self._steps.append(self._snapshot())
+        self._detach_states()
+
+    def _detach_states(self) -> None:
+        """Go on with copies: kernels for single tokens write into the states they are given, which are saved ones."""
+        for states in (self.conv_states, self.recurrent_states):
+            states.update({index: None if state is None else state.clone() for index, state in states.items()})
 
     def _move_on(self, kept: list[int], verified: int) -> None:
         """Replace the states after the block by those after its first `kept[row]` tokens."""
+        if self._steps:
+            self._return_to_step(kept)
+            return
         recurs = any(self.is_recurrent_states_initialized.values())
         convolved = all(index in self._inputs for index, there in self.is_conv_states_initialized.items() if there)
         if not convolved or (recurs and self._replayed is None):
@@ -143,6 +185,13 @@ class RecurrentLayer(BlockLayer, LinearAttentionLayer):
         for index, inputs in self._inputs.items():
             self.conv_states[index] = inputs.state_after(kept)
 
+    def _return_to_step(self, kept: list[int]) -> None:
+        """Take up the states behind the last accepted token of each row: of kept 3, those after the third step."""
+        for position, states in enumerate((self.conv_states, self.recurrent_states)):
+            for index in [index for index, state in states.items() if state is not None]:
+                rows = [self._steps[count - 1][position][index][row] for row, count in enumerate(kept)]
+                states[index] = torch.stack(rows)
+
     def _run_mixer_again(self, count: int, verified: int) -> None:
         """The generic fallback: the mixer itself reads the accepted tokens from the saved state."""
         if self._call is None:
@@ -152,12 +201,11 @@ class RecurrentLayer(BlockLayer, LinearAttentionLayer):
             )
         self._reading_block = False
         self._restore()
-        for states in (self.conv_states, self.recurrent_states):
-            states.update({index: None if state is None else state.clone() for index, state in states.items()})
-        args, kwargs = self._call
-        run_again(self.mixer, args, kwargs, verified, count)
+        self._detach_states()
+        args, kwargs = cut(self._call, verified, 0, count)
+        self._reader(*args, **kwargs)
 
-    def _snapshot(self) -> tuple[dict, dict, dict]:
+    def _snapshot(self) -> Snapshot:
         """The states as they are; nothing is copied, since updates assign new tensors."""
         return dict(self.conv_states), dict(self.recurrent_states), dict(self.has_previous_state)
 
@@ -171,15 +219,8 @@ class RecurrentLayer(BlockLayer, LinearAttentionLayer):
         self._inputs: dict[int, ConvolutionInputs] = {}
         self._outputs: list[torch.Tensor] | None = None
         self._replayed: torch.Tensor | None = None
-        self._call: tuple[tuple, dict] | None = None
-
-
-def _tokens_of(args: tuple, kwargs: dict) -> int:
-    """Tokens that a mixer reads: its first argument of three dimensions is `(batch, tokens, hidden)`."""
-    for value in (*args, *kwargs.values()):
-        if isinstance(value, torch.Tensor) and value.dim() == 3:
-            return value.shape[1]
-    return 0
+        self._call: Call | None = None
+        self._steps: list[Snapshot] = []
 
 
 def _copy_states(source: LinearAttentionLayer, destination: LinearAttentionLayer) -> None:

@@ -1,7 +1,6 @@
 """Moving recurrent states on by the accepted tokens, from what the verify forward already computed.
 
-Owns: the interface of a replay, what it is given, the hooks that record it, and the generic fallback that runs a layer
-again.
+Owns: the interface of a replay, what it is given, and the hooks that record it.
 
 Does not know: any recurrence; when a prefix is committed.
 """
@@ -109,22 +108,6 @@ class OutputRecorder:
                 self._outputs.pop(key, None)
 
         return keep
-
-
-def run_again(mixer: nn.Module, args: tuple, kwargs: dict, tokens: int, count: int) -> None:
-    """Call a mixer as the verify forward did, on the first `count` of its `tokens` tokens; it updates its cache itself.
-
-    Every tensor whose second dimension is the block's is cut.
-    """
-
-    def cut(value):
-        if isinstance(value, torch.Tensor) and value.dim() > 1 and value.shape[1] == tokens:
-            return value[:, :count]
-        if isinstance(value, tuple):
-            return tuple(cut(part) for part in value)
-        return value
-
-    mixer(*cut(args), **{name: cut(value) for name, value in kwargs.items()})
 
 
 def decay_factor(log_decay: torch.Tensor) -> torch.Tensor:

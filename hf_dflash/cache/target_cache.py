@@ -26,6 +26,7 @@ from .block_layer import BlockLayer, LayerPlan
 from .facts import tokens_in
 from .hybrid import HybridLayer, HybridSlidingLayer
 from .mixers import mixers_by_layer
+from .reading import Reading
 from .recurrent import RecurrentLayer
 from .replay_group import group_layers
 from .sliding import SlidingAttentionLayer
@@ -110,17 +111,20 @@ class TargetCache:
         has_states = any(isinstance(layer, LinearAttentionCacheLayerMixin) for layer in self._originals)
         mixers = mixers_by_layer(self._model) if has_states else {}
         return [
-            layer if _is_empty(layer, layer_types.get(index)) else self._stand_in(index, layer, mixers.get(index))
+            layer
+            if _is_empty(layer, layer_types.get(index))
+            else self._stand_in(index, layer, *mixers.get(index, (None, Reading.TOGETHER)))
             for index, layer in enumerate(self._originals)
         ]
 
-    def _stand_in(self, index: int, layer, mixer: nn.Module | None) -> BlockLayer:
+    def _stand_in(self, index: int, layer, mixer: nn.Module | None, reading: Reading) -> BlockLayer:
         if type(layer) not in STAND_INS:
             problem = f"is a {type(layer).__name__}, which hf_dflash cannot roll back exactly"
         elif mixer is None and isinstance(layer, LinearAttentionCacheLayerMixin):
             problem = "has a recurrent state, but no module of the target was found that keeps it"
         else:
-            return STAND_INS[type(layer)](layer, LayerPlan(self._max_length, self._block_size, self.cache, mixer))
+            plan = LayerPlan(self._max_length, self._block_size, self.cache, mixer, reading)
+            return STAND_INS[type(layer)](layer, plan)
         raise UnsupportedTargetError(
             f"Layer {index} of the cache of {type(self._model).__name__} {problem}. Generate without a draft. "
             f"Supported: {', '.join(sorted(kind.__name__ for kind in STAND_INS))}."
