@@ -1,0 +1,242 @@
+"""Quantised targets of every kind, and what is found when a bfloat16 draft decodes with one.
+
+Owns: one entry per kind (packages, dtypes, how to load a tiny target), and `examine`, which compares DFlash with plain
+generate over several prompts with forced partial acceptance. The tests assert on its findings, and
+`scripts/quantised_table.py` stores them for the documentation.
+
+Does not know: what must hold for which kind.
+"""
+
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import torch
+from awq import save_awq
+from families import FAMILIES
+from lossless import prompt
+from oracle import oracle_draft, randomly
+from prequantised import save_mxfp4, save_quantised
+from transformers import (
+    AutoModelForCausalLM,
+    AwqConfig,
+    BitsAndBytesConfig,
+    GPTQConfig,
+    PreTrainedModel,
+    QuantoConfig,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    TorchAoConfig,
+)
+
+from hf_dflash import compare
+
+BLOCK = 6
+NEW_TOKENS = 24
+HALVES = (torch.float16, torch.bfloat16)
+MODES = {"greedy": {"do_sample": False}, "sampled": {"do_sample": True, "temperature": 0.8, "top_k": 0}}
+
+
+def dense_target() -> PreTrainedModel:
+    """A Qwen3 whose layers are wide enough for every group and block size, with varied greedy text."""
+    config = Qwen3Config(
+        vocab_size=384,
+        hidden_size=256,
+        intermediate_size=256,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=64,
+        max_position_embeddings=512,
+        initializer_range=0.15,
+        tie_word_embeddings=False,
+        bos_token_id=None,
+        eos_token_id=None,
+        pad_token_id=None,
+    )
+    torch.manual_seed(0)
+    return Qwen3ForCausalLM(config).eval()
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A way to quantise a target.
+
+    Attributes:
+        title: for the documentation.
+        packages: what must be importable.
+        load: makes the target in a dtype, in a folder that it may write to.
+        dtypes: in which it is examined.
+        quick: whether it belongs to every run of the tests.
+    """
+
+    title: str
+    packages: tuple[str, ...]
+    load: Callable[[torch.dtype, Path], PreTrainedModel]
+    dtypes: tuple[torch.dtype, ...] = HALVES
+    quick: bool = False
+
+    @property
+    def missing(self) -> list[str]:
+        """Packages that are not installed."""
+        return [package for package in self.packages if find_spec(package) is None]
+
+
+def on_the_fly(make_config: Callable[[torch.dtype], Any], reload: bool = False):
+    """Quantise while loading a dense checkpoint; with `reload`, save the result and load that."""
+
+    def load(dtype: torch.dtype, folder: Path) -> PreTrainedModel:
+        dense_target().save_pretrained(folder)
+        target = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, quantization_config=make_config(dtype))
+        if not reload:
+            return target.eval()
+        target.save_pretrained(folder / "quantised")
+        return AutoModelForCausalLM.from_pretrained(folder / "quantised", dtype=dtype).eval()
+
+    return load
+
+
+def awq(group_size: int):
+    def load(dtype: torch.dtype, folder: Path) -> PreTrainedModel:
+        save_awq(dense_target(), folder, group_size)
+        config = AwqConfig(bits=4, group_size=group_size, backend="torch_awq")
+        return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, quantization_config=config).eval()
+
+    return load
+
+
+def prequantised(kind: str, config: Any = None):
+    def load(dtype: torch.dtype, folder: Path) -> PreTrainedModel:
+        save_quantised(dense_target().to(dtype), folder, kind)
+        given = {} if config is None else {"quantization_config": config}
+        return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, **given).eval()
+
+    return load
+
+
+def gpt_oss(dtype: torch.dtype, folder: Path) -> PreTrainedModel:
+    save_mxfp4(FAMILIES["gpt_oss"].build(0).to(dtype), folder)
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval()
+
+
+def bnb4(kind: str = "nf4", **options: Any):
+    return lambda dtype: BitsAndBytesConfig(
+        load_in_4bit=True, bnb_4bit_quant_type=kind, bnb_4bit_compute_dtype=dtype, **options
+    )
+
+
+def bnb8(**options: Any):
+    return lambda dtype: BitsAndBytesConfig(load_in_8bit=True, **options)
+
+
+def torchao(name: str, whole: bool = False):
+    def make(dtype: torch.dtype) -> TorchAoConfig:
+        from torchao import quantization
+        from torchao.quantization.granularity import PerAxis, PerGroup
+
+        rows = quantization.IntxWeightOnlyConfig(weight_dtype=torch.int8, granularity=PerAxis(0))
+        settings = {
+            "int8": lambda: quantization.Int8WeightOnlyConfig(),
+            # An embedding is quantised only where it is named.
+            "int8-whole": lambda: quantization.FqnToConfig({"_default": rows, "model.embed_tokens": rows}),
+            "int8-dynamic": lambda: quantization.Int8DynamicActivationInt8WeightConfig(),
+            "int4": lambda: quantization.IntxWeightOnlyConfig(weight_dtype=torch.int4, granularity=PerGroup(32)),
+        }
+        return TorchAoConfig(settings[name](), include_input_output_embeddings=whole)
+
+    return make
+
+
+def quanto(weights: str):
+    return lambda dtype: QuantoConfig(weights=weights)
+
+
+BNB, GPTQMODEL = ("bitsandbytes",), ("gptqmodel", "optimum")
+FULL = (torch.float32, *HALVES)
+KINDS: dict[str, Kind] = {
+    "awq-32": Kind("AWQ, groups of 32", ("gptqmodel",), awq(32), FULL, quick=True),
+    "awq-64": Kind("AWQ, groups of 64", ("gptqmodel",), awq(64), FULL),
+    "awq-128": Kind("AWQ, groups of 128", ("gptqmodel",), awq(128), FULL, quick=True),
+    "bnb-nf4": Kind("bitsandbytes nf4", BNB, on_the_fly(bnb4()), quick=True),
+    "bnb-nf4-double": Kind(
+        "bitsandbytes nf4, double quantisation, saved and reloaded",
+        BNB,
+        on_the_fly(bnb4(bnb_4bit_use_double_quant=True), reload=True),
+        quick=True,
+    ),
+    "bnb-fp4": Kind("bitsandbytes fp4", BNB, on_the_fly(bnb4("fp4"))),
+    "bnb-nf4-head": Kind("bitsandbytes nf4, head too", BNB, on_the_fly(bnb4(llm_int8_skip_modules=[])), quick=True),
+    "bnb-int8": Kind("bitsandbytes int8", BNB, on_the_fly(bnb8()), quick=True),
+    "bnb-int8-reloaded": Kind("bitsandbytes int8, saved and reloaded", BNB, on_the_fly(bnb8(), reload=True)),
+    "bnb-int8-head": Kind("bitsandbytes int8, head too", BNB, on_the_fly(bnb8(llm_int8_skip_modules=[]))),
+    "gptq": Kind("GPTQ 4 bit", GPTQMODEL, prequantised("gptq", GPTQConfig(bits=4, backend="torch"))),
+    "ct-w4a16": Kind("compressed-tensors W4A16", ("compressed_tensors",), prequantised("ct-w4a16")),
+    "ct-w8a8": Kind("compressed-tensors W8A8", ("compressed_tensors",), prequantised("ct-w8a8")),
+    "ct-fp8": Kind("compressed-tensors FP8", ("compressed_tensors",), prequantised("ct-fp8")),
+    "fp8": Kind("block-wise FP8 (dequantised by transformers on the CPU)", (), prequantised("fp8"), quick=True),
+    "mxfp4": Kind("MXFP4 gpt-oss (dequantised by transformers on the CPU)", (), gpt_oss, quick=True),
+    "torchao-int8": Kind("torchao int8", ("torchao",), on_the_fly(torchao("int8"))),
+    "torchao-int8-whole": Kind(
+        "torchao int8, embedding and head too", ("torchao",), on_the_fly(torchao("int8-whole", whole=True)), quick=True
+    ),
+    "torchao-int8-dynamic": Kind("torchao int8, activations too", ("torchao",), on_the_fly(torchao("int8-dynamic"))),
+    "torchao-int4": Kind("torchao int4", ("torchao",), on_the_fly(torchao("int4"))),
+    "quanto-int8": Kind("quanto int8", ("optimum.quanto",), on_the_fly(quanto("int8"))),
+    "quanto-int4": Kind("quanto int4", ("optimum.quanto",), on_the_fly(quanto("int4"))),
+    "quanto-float8": Kind("quanto float8", ("optimum.quanto",), on_the_fly(quanto("float8"))),
+}
+
+
+@dataclass
+class Findings:
+    """What came out for one target.
+
+    Attributes:
+        texts: how many were compared.
+        same: how many were the same, token for token.
+        explained: how many parted where the target's rounding explains it.
+        worst: of those, the largest margin, with its bound.
+        accepted: how many different numbers of accepted candidates a round had.
+    """
+
+    texts: int = 0
+    same: int = 0
+    explained: int = 0
+    worst: tuple[float, float] | None = None
+    accepted: set[int] = field(default_factory=set)
+
+    @property
+    def unexplained(self) -> int:
+        """Texts that differ for another reason than rounding: faults."""
+        return self.texts - self.same - self.explained
+
+
+def load(kind: str, dtype: torch.dtype) -> PreTrainedModel:
+    """A tiny target of a kind."""
+    with tempfile.TemporaryDirectory() as folder:
+        return KINDS[kind].load(dtype, Path(folder))
+
+
+def examine(target: PreTrainedModel, prompts: int, mode: str = "greedy") -> Findings:
+    """Compare a bfloat16 oracle draft, right by turns, with plain generate."""
+    findings = Findings()
+    for seed in range(prompts):
+        ids = prompt(seed=seed)
+        inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+        options = {"max_new_tokens": NEW_TOKENS, **MODES[mode]}
+        torch.manual_seed(seed)
+        text = target.generate(**inputs, **options)
+        draft = oracle_draft(target, text, randomly(seed, BLOCK - 1), block_size=BLOCK, strict=False)
+        draft.to(torch.bfloat16)
+        statistics = []
+        found = compare(target, draft, inputs, seed=seed, stats=statistics.append, **options)
+        findings.texts += 1
+        findings.same += found.same
+        findings.explained += found.within_rounding
+        findings.accepted |= set(statistics[0].accepted)
+        if found.margin is not None and (findings.worst is None or found.margin > findings.worst[0]):
+            findings.worst = (found.margin, found.bound)
+    return findings

@@ -1,0 +1,66 @@
+"""Quantised targets with a bfloat16 draft: plain generate's text, or a difference that the kernels' rounding explains.
+
+Packages that are not installed skip their kinds. The kinds that take long are marked slow; their findings are stored in
+docs/data/quantised-targets.json by `scripts/quantised_table.py`.
+"""
+
+import pytest
+import torch
+from quantised_targets import KINDS, MODES, dense_target, examine, load
+
+pytestmark = pytest.mark.quantised
+
+
+def case(name: str, dtype: torch.dtype, quick: bool):
+    """One row of the matrix; a quick kind is quick in float16."""
+    marks = [] if quick and dtype is torch.float16 else [pytest.mark.slow]
+    return pytest.param(name, dtype, marks=marks, id=f"{name}-{str(dtype).removeprefix('torch.')}")
+
+
+CASES = [case(name, dtype, kind.quick) for name, kind in KINDS.items() for dtype in kind.dtypes]
+
+
+def loaded(name: str, dtype: torch.dtype):
+    for package in KINDS[name].packages:
+        pytest.importorskip(package)
+    return load(name, dtype)
+
+
+@pytest.mark.parametrize("name, dtype", CASES)
+def test_the_text_is_that_of_plain_generate_or_rounding_explains_it(name, dtype):
+    target = loaded(name, dtype)
+    assert target.dtype is dtype
+    for mode in MODES:
+        findings = examine(target, 2, mode)
+        assert findings.unexplained == 0, findings
+        assert len(findings.accepted) > 2
+
+
+@pytest.mark.parametrize("name, dtype", [("awq-128", torch.float16), ("awq-64", torch.float32)], ids=str)
+def test_awq_with_the_torch_backend_is_exact(name, dtype):
+    # In float16 one text in twelve may meet a tie of two logits, and does with groups of 32 and 64; see the docs.
+    findings = examine(loaded(name, dtype), 12)
+    assert findings.same == findings.texts == 12, findings
+
+
+@pytest.mark.parametrize("name", [name for name, kind in KINDS.items() if name != "mxfp4"])
+def test_the_checkpoint_means_the_weights_that_it_was_made_from(name):
+    """Else the rows above would be about garbage: 4 bits leave an error below a fifth, 8 bits less."""
+    target, dense = loaded(name, torch.float16), dense_target()
+    inputs = torch.randn(5, 256, generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        target(torch.tensor([[5]]))  # compressed-tensors unpacks its layers in the first forward of the whole model
+        expected = dense.model.layers[1].mlp.up_proj(inputs)
+        found = target.model.layers[1].mlp.up_proj(inputs.half()).float()
+    assert (found - expected).norm() / expected.norm() < 0.2
+
+
+@pytest.mark.parametrize("name, head", [("bnb-nf4-head", "Linear4bit"), ("bnb-int8-head", "Linear8bitLt")])
+def test_the_heads_of_these_kinds_are_quantised(name, head):
+    assert type(loaded(name, torch.float16).lm_head).__name__ == head
+
+
+def test_the_embedding_and_head_of_torchao_are_quantised():
+    target = loaded("torchao-int8-whole", torch.float16)
+    for module in (target.get_input_embeddings(), target.get_output_embeddings()):
+        assert type(module.weight).__name__.startswith("Int")
