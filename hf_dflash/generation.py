@@ -21,7 +21,7 @@ from .cache import CACHE_KEYWORD, TargetCache, tokens_in
 from .continuation import Continuation
 from .decoding import decode
 from .drafting import DFlashCandidateGenerator, draft_context
-from .errors import DraftDtypeError
+from .errors import DraftDtypeError, UnsupportedOptionError
 from .loading import check_pairing
 from .modeling_dflash import FP16_REASON, DFlashDraftModel
 from .options import refuse_options, resolve_block_size
@@ -72,7 +72,7 @@ class DFlashGenerate:
         Raises:
             UnsupportedOptionError: an option that cannot be honoured; before the first forward.
             PairingError: draft and target do not belong together; before the first forward.
-            DraftDtypeError: some of the draft's weights are float16; before the first forward.
+            DraftDtypeError: a weight of the draft is float16; before the first forward.
             UnsupportedTargetError: a layer of the target cannot be tapped or rolled back; before the first token.
         """
         stats, trace = stats or self.stats, trace or self.trace
@@ -92,7 +92,7 @@ class DFlashGenerate:
                 agree=agreement_over(model),
             )
             check_pairing(self.draft, target)
-            _refuse_float16(self.draft)
+            _refuse_unusable_weights(self.draft)
             with statistics.whole(), _evaluating(self.draft), RoundTrace(trace) as rounds:
                 rows = [
                     call.decode_row(row, input_ids, logits_processor, stopping_criteria, model_kwargs, rounds)
@@ -107,10 +107,16 @@ class DFlashGenerate:
         return call.join(rows)
 
 
-def _refuse_float16(draft: DFlashDraftModel) -> None:
-    """The draft guards its own casts; casting one of its parts goes round them."""
-    if any(parameter.dtype == torch.float16 for parameter in draft.parameters()):
-        raise DraftDtypeError(FP16_REASON)
+def _refuse_unusable_weights(draft: DFlashDraftModel) -> None:
+    """The draft guards its own casts, but casting one of its parts goes round them; and it must not be offloaded."""
+    for name, parameter in draft.named_parameters():
+        if parameter.dtype == torch.float16:
+            raise DraftDtypeError(FP16_REASON)
+        if parameter.is_meta:
+            raise UnsupportedOptionError(
+                f"The draft's weight {name} is offloaded (on the meta device): fetching it anew in every round would "
+                "cost more than drafting gains. Load the draft onto one device; the target may be offloaded."
+            )
 
 
 @contextmanager
