@@ -87,28 +87,25 @@ class TestHandingBack:
     def test_an_exception_within_a_forward_leaves_the_last_committed_state(self, models, name):
         model = models[name]
         cache = DynamicCache(config=model.config)
-        stop = model.get_decoder().layers[2].register_forward_pre_hook(self.fail)
-        try:
-            with TargetCache(cache, model, max_length=60, block_size=8) as target_cache:
-                stop.remove()
-                forward(model, PROMPT, cache)
-                target_cache.begin_block()
-                stop = model.get_decoder().layers[2].register_forward_pre_hook(self.fail)
-                forward(model, torch.arange(7, 15)[None], cache)
-        except ZeroDivisionError:
-            stop.remove()
+        with pytest.raises(ZeroDivisionError), TargetCache(cache, model, max_length=60, block_size=8) as target_cache:
+            forward(model, PROMPT, cache)
+            target_cache.begin_block()
+            self.fail_in_a_forward(model, torch.arange(7, 15)[None], cache)
         assert_same_states(cache, plain_cache(model, PROMPT))
 
     def test_a_prompt_that_fails_half_way_leaves_the_cache_as_it_came(self, models, name):
         model = models[name]
         cache = plain_cache(model, PROMPT)
-        stop = None
-        try:
-            with TargetCache(cache, model, max_length=60, block_size=4):
-                stop = model.get_decoder().layers[2].register_forward_pre_hook(self.fail)
-                forward(model, torch.arange(7, 47)[None], cache)
-        except ZeroDivisionError:
-            stop.remove()
+        with pytest.raises(ZeroDivisionError), TargetCache(cache, model, max_length=60, block_size=4):
+            self.fail_in_a_forward(model, torch.arange(7, 47)[None], cache)
+        assert_same_states(cache, plain_cache(model, PROMPT))
+
+    def test_a_first_prompt_that_fails_half_way_leaves_an_empty_cache(self, models, name):
+        model = models[name]
+        cache = DynamicCache(config=model.config)
+        with pytest.raises(ZeroDivisionError), TargetCache(cache, model, max_length=60, block_size=4):
+            self.fail_in_a_forward(model, torch.arange(7, 47)[None], cache)
+        forward(model, PROMPT, cache)
         assert_same_states(cache, plain_cache(model, PROMPT))
 
     def test_a_commit_that_is_interrupted_is_finished(self, models, name):
@@ -126,6 +123,14 @@ class TestHandingBack:
             finally:
                 del last.commit
         assert_same_states(cache, plain_cache(model, text[:, :14]))
+
+    def fail_in_a_forward(self, model, ids, cache) -> None:
+        """A forward of which the third layer raises, when two have read the tokens."""
+        stop = model.get_decoder().layers[2].register_forward_pre_hook(self.fail)
+        try:
+            forward(model, ids, cache)
+        finally:
+            stop.remove()
 
     @staticmethod
     def fail(*_):

@@ -23,7 +23,8 @@ def takes_the_cache(name: str) -> bool:
     return CACHE_KEYWORD in inspect.signature(model_class.forward).parameters
 
 
-REFUSED = [name for name in FAMILIES if not takes_the_cache(name)]
+#: Gemma 3n has several residual streams, so there is no tap.
+REFUSED = [name for name in FAMILIES if name == "gemma3n" or not takes_the_cache(name)]
 RECURRENT = [
     name for name, family in FAMILIES.items() if not set(family.kinds) <= ATTENTION_KINDS and name not in REFUSED
 ]
@@ -62,7 +63,7 @@ CONTINUED = {"qwen3_5", "kimi_linear", "lfm2", "mamba2", "falcon_h1"}
 
 
 @pytest.mark.parametrize("block_size", [4, 8, 16])
-@pytest.mark.parametrize("length", [1, 3, 70])
+@pytest.mark.parametrize("length", [1, 70])
 @pytest.mark.parametrize("name", ["qwen3_5", "qwen3_next", "kimi_linear", "lfm2", "bamba", "falcon_h1"])
 def test_prompts_and_blocks_of_every_size(name, length, block_size):
     pattern = randomly(length, block_size - 1)
@@ -108,10 +109,10 @@ class TestTheCache:
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_families_whose_cache_is_not_found_are_refused_before_the_first_token(name, record_property):
+def test_families_that_cannot_be_tapped_or_continued_are_refused_before_the_first_token(name, record_property):
     target = target_of(name)
     draft = oracle_draft(target, prompt(), fixed(1))
-    with pytest.raises(DFlashError, match="use_cache") as refusal:
+    with pytest.raises(DFlashError, match="use_cache|residual streams") as refusal:
         target.generate(prompt(), assistant_model=draft, max_new_tokens=4, do_sample=False)
     record_property("refused", str(refusal.value))
     assert draft.rounds == 0

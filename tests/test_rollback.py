@@ -65,16 +65,17 @@ def test_every_number_of_accepted_tokens(name, kept):
     assert_exact(name, 11, 8, cycle(kept))
 
 
-@pytest.mark.parametrize("name", EXACT)
-@pytest.mark.parametrize("length", PROMPTS)
+@pytest.mark.parametrize(
+    ("name", "length"),
+    [(name, length) for name in EXACT for length in (PROMPTS if name in RECURRENT else (1, 70))],
+)
 def test_prompts_of_every_length_with_random_acceptance(name, length):
     for block_size in (4, 8, 16):
         assert_exact(name, length, block_size, random_kept(block_size, seed=length))
 
 
 @pytest.mark.parametrize("name", EXACT)
-@pytest.mark.parametrize("length", [1, 70])
-def test_two_patterns_leave_equal_caches(name, length, record_property):
+def test_two_patterns_leave_equal_caches(name, record_property, length=70):
     one = assert_exact(name, length, 8, cycle([1]))
     other = assert_exact(name, length, 16, random_kept(16, seed=5))
     differences = largest_differences(one, other)

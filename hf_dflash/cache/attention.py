@@ -61,7 +61,10 @@ class FullAttentionLayer(BlockLayer, DynamicLayer):
         FullAttentionLayer.begin_block(self)
 
     def roll_back(self) -> None:
-        self.crop(self._committed - self.get_seq_length())
+        FullAttentionLayer.crop(self, self._committed - self.get_seq_length())
+        if not self._committed:
+            # As a fresh layer, which holds no tensors at all.
+            self.keys, self.values, self.is_initialized = None, None, False
 
     def release(self) -> DynamicLayer:
         if self.is_initialized:

@@ -214,6 +214,8 @@ class RecurrentLayer(BlockLayer, LinearAttentionLayer):
         self.conv_states.update(conv_states)
         self.recurrent_states.update(recurrent_states)
         self.has_previous_state.update(has_previous_state)
+        self.is_conv_states_initialized = {index: state is not None for index, state in conv_states.items()}
+        self.is_recurrent_states_initialized = {index: state is not None for index, state in recurrent_states.items()}
 
     def _forget_block(self) -> None:
         self._inputs: dict[int, ConvolutionInputs] = {}

@@ -18,7 +18,7 @@ REPLAYS: tuple[type[Replay], ...] = (DeltaReplay, ChannelDeltaReplay, StateSpace
 
 #: A replay is used once it has reproduced what a forward did to the states up to this share of the change. A formula
 #: that is not the layer's is off by its own size; rounding, of bf16 kernels too, stays far below.
-TRUSTED_ERROR = 0.05
+TRUSTED_ERROR = 0.1
 
 #: Layers in a group on a CPU, where a small working set matters; an accelerator wants few kernels, so all go together.
 LAYERS_ON_CPU = 3

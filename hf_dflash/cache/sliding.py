@@ -86,9 +86,13 @@ class SlidingAttentionLayer(BlockLayer, DynamicSlidingWindowLayer):
     def roll_back(self) -> None:
         if self._before_long_read is not None:
             self._key_buffer, self._value_buffer, self.cumulative_length = self._before_long_read
-        self.crop(self._committed - self.cumulative_length)
-        if self.is_initialized:
+        if self._committed:
+            SlidingAttentionLayer.crop(self, self._committed - self.cumulative_length)
             self._show()
+        else:
+            # As a fresh layer, which holds no tensors at all.
+            self._key_buffer, self._value_buffer = GrowingBuffer(self._ceiling), GrowingBuffer(self._ceiling)
+            self.keys, self.values, self.is_initialized, self.cumulative_length = None, None, False, 0
         SlidingAttentionLayer.begin_block(self)
 
     def release(self) -> DynamicSlidingWindowLayer:
