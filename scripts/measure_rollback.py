@@ -1,7 +1,7 @@
 """How much of a verify round the roll-back of recurrent layers takes.
 
-Builds targets of Qwen3.5's architecture with random weights (24 layers, 18 of them gated delta nets), verifies blocks on a
-`TargetCache` and times `begin_block` and `commit` beside the forward, in one process. Prints a table; the share is
+Builds targets of Qwen3.5's architecture with random weights (24 layers, 18 of them gated delta nets), verifies blocks
+on a `TargetCache` and times `begin_block` and `commit` beside the forward, in one process. Prints a table; the share is
 (begin_block + commit) / forward, median and quartiles over the rounds.
 
     python scripts/measure_rollback.py --hidden 1024 2048 --block 8 16 --rounds 21 --dtype bfloat16
