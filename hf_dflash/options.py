@@ -85,6 +85,10 @@ def _refusals(config: GenerationConfig, model_kwargs: dict[str, Any], num_rows: 
         if getattr(config, name, None) is not None:
             yield name, "a value", f"It needs constrained beam search. {drop_draft}"
     if not config.use_cache or model_kwargs.get(CACHE_KEYWORD) is None:
+        others = [name for name in ("cache_params", "past_key_values") if model_kwargs.get(name) is not None]
+        if config.use_cache and others:
+            # Before transformers 5.24, models that are recurrent throughout call their cache by another name.
+            yield others[0], "the target's cache", "This target needs transformers 5.24 or newer, or no draft."
         yield "use_cache", config.use_cache, "Verifying a block needs the target's cache: set use_cache=True."
     if num_rows > 1:
         asked = (config.output_scores, config.output_logits, config.output_hidden_states, config.output_attentions)

@@ -5,7 +5,13 @@ from tiny_drafts import tiny_config
 from transformers import GenerationConfig
 
 from hf_dflash import UnsupportedOptionError
-from hf_dflash.options import OTHER_ASSISTANCE, fields_set_in, refuse_other_assistance, resolve_block_size
+from hf_dflash.options import (
+    OTHER_ASSISTANCE,
+    fields_set_in,
+    refuse_options,
+    refuse_other_assistance,
+    resolve_block_size,
+)
 
 CONFIG = tiny_config(block_size=8)
 
@@ -49,3 +55,11 @@ def test_cores_defaults_count_as_unset():
     assert not any(fields_set_in(defaults).get(name) for name in (*OTHER_ASSISTANCE, "num_assistant_tokens"))
     assert fields_set_in(GenerationConfig(num_assistant_tokens=5))["num_assistant_tokens"] == 5
     assert fields_set_in(None) == {}
+
+
+def test_a_cache_by_another_name_is_not_blamed_on_use_cache():
+    """transformers 5.17 hands pure Mamba targets `cache_params`."""
+    with pytest.raises(UnsupportedOptionError, match="cache_params.*5.24"):
+        refuse_options(GenerationConfig(use_cache=True), {"cache_params": object()}, 1, None)
+    with pytest.raises(UnsupportedOptionError, match="`use_cache` \\(found False\\)"):
+        refuse_options(GenerationConfig(use_cache=False), {}, 1, None)
