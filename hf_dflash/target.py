@@ -94,7 +94,9 @@ class Taps:
                     "tap is expected to be (batch, tokens, hidden). This target keeps several residual streams and "
                     "cannot be tapped."
                 )
-        return torch.cat([torch.cat([chunk.to(device) for chunk in chunks], dim=1) for chunks in outputs], dim=-1)
+        # The taps of a long prompt are large, so nothing is copied that need not be.
+        whole = [chunks[0] if len(chunks) == 1 else torch.cat(chunks, dim=1) for chunks in outputs]
+        return torch.cat([tap.to(device) for tap in whole], dim=-1)
 
 
 class Target:

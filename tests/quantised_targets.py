@@ -25,6 +25,7 @@ from transformers import (
     AwqConfig,
     BitsAndBytesConfig,
     GPTQConfig,
+    HqqConfig,
     PreTrainedModel,
     QuantoConfig,
     Qwen3Config,
@@ -99,10 +100,10 @@ def on_the_fly(make_config: Callable[[torch.dtype], Any], reload: bool = False):
     return load
 
 
-def awq(group_size: int):
+def awq(group_size: int, backend: str = "torch_awq"):
     def load(dtype: torch.dtype, folder: Path) -> PreTrainedModel:
         save_awq(dense_target(), folder, group_size)
-        config = AwqConfig(bits=4, group_size=group_size, backend="torch_awq")
+        config = AwqConfig(bits=4, group_size=group_size, backend=backend)
         return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, quantization_config=config).eval()
 
     return load
@@ -142,6 +143,7 @@ def torchao(name: str, whole: bool = False):
             "int8": lambda: quantization.Int8WeightOnlyConfig(),
             # An embedding is quantised only where it is named.
             "int8-whole": lambda: quantization.FqnToConfig({"_default": rows, "model.embed_tokens": rows}),
+            "int4-tiles": lambda: quantization.Int4WeightOnlyConfig(group_size=32),
             "int8-dynamic": lambda: quantization.Int8DynamicActivationInt8WeightConfig(),
             "int4": lambda: quantization.IntxWeightOnlyConfig(weight_dtype=torch.int4, granularity=PerGroup(32)),
         }
@@ -187,6 +189,15 @@ KINDS: dict[str, Kind] = {
     "quanto-int8": Kind("quanto int8", ("optimum.quanto",), on_the_fly(quanto("int8"))),
     "quanto-int4": Kind("quanto int4", ("optimum.quanto",), on_the_fly(quanto("int4"))),
     "quanto-float8": Kind("quanto float8", ("optimum.quanto",), on_the_fly(quanto("float8"))),
+}
+
+#: Kinds that do not load here, whatever the draft; the documentation says why.
+REFUSED: dict[str, Kind] = {
+    "torchao-int4-tiles": Kind(
+        "torchao int4 (`Int4WeightOnlyConfig`)", ("torchao",), on_the_fly(torchao("int4-tiles")), (torch.bfloat16,)
+    ),
+    "hqq": Kind("HQQ", (), on_the_fly(lambda dtype: HqqConfig(nbits=4, group_size=64)), (torch.bfloat16,)),
+    "awq-other-backend": Kind("AWQ through `autoawq`", (), awq(32, backend="autoawq"), (torch.float16,)),
 }
 
 
