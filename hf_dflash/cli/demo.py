@@ -15,12 +15,13 @@ from hf_dflash.cli.generate import Answer, messages
 from hf_dflash.cli.show import acceptance_bars, comparison_words, two_columns
 from hf_dflash.comparison import Comparison
 
-PROMPT = "Write a Python function that checks whether a number is prime, and explain how it works."
+# A small model's two best tokens are often within bfloat16 rounding; on this prompt they were not where it was tried.
+PROMPT = "How does a refrigerator keep food cold?"
 
 
 def demo(
     prompt: Annotated[str, typer.Argument(help="What the chat model is asked.")] = PROMPT,
-    max_new_tokens: options.MaxNewTokens = 160,
+    max_new_tokens: options.MaxNewTokens = 128,
     block_size: options.BlockSize = None,
     temperature: options.Temperature = 0.0,
     seed: options.Seed = 0,
@@ -62,6 +63,8 @@ def show_result(console: Console, answer: Answer, comparison: Comparison) -> Non
     console.rule("result")
     table = two_columns()
     table.add_row("same text?", comparison_words(comparison))
+    if not comparison.same and comparison.dtype != "float32":
+        table.add_row("", "--dtype float32 has no such rounding: slower, and the same token for token")
     table.add_row("plain generate", f"{plain_rate:.1f} tokens/s")
     table.add_row("with the draft", f"{rate:.1f} tokens/s")
     table.add_row("speed-up", f"{rate / plain_rate:.2f}")
