@@ -8,10 +8,10 @@ import sys
 from rich.console import Console
 from rich.text import Text
 
+WIDTH = 92
+
 path, title = sys.argv[1:3]
 printed = sys.stdin.read().rstrip("\n")
-console = Console(
-    record=True, width=max(len(Text.from_ansi(line).plain) for line in printed.splitlines()), file=sys.stderr
-)
-console.print(Text.from_ansi(printed), soft_wrap=True)
+console = Console(record=True, width=WIDTH, file=sys.stderr)
+console.print(Text.from_ansi(printed))
 console.save_svg(path, title=title)
