@@ -85,7 +85,7 @@ def measure(prompt_length: int, tokens: int) -> dict[str, float]:
     width = config.num_hidden_layers * config.num_key_value_heads * config.head_dim
     return {
         **found,
-        "draft's weights (in a peak once they were used)": sum(p.numel() * p.element_size() for p in draft.parameters()) / MIB,
+        "draft's weights (in a peak once they were used)": sum(p.nbytes for p in draft.parameters()) / MIB,
         "draft's context": prompt_length * width * 2 * 2 / MIB,
         "draft's state at its peak, as the statistics say": statistics[0].peak_draft_bytes / MIB,
         "taps of the prompt": prompt_length * len(TAPS) * HIDDEN * 2 / MIB,
