@@ -30,7 +30,7 @@ def pack(levels: torch.Tensor) -> torch.Tensor:
 
 
 def round_to_levels(weight: torch.Tensor, group_size: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """A linear layer's `(out, in)` weight -> levels `(in, out)`, zero points and scales `(in / group_size, out)`, float16.
+    """A linear layer's `(out, in)` weight -> levels `(in, out)`; zero points and scales `(in / group_size, out)`.
 
     weight is about (level - zero point) * scale, each group of inputs having its own zero point and scale.
     """
