@@ -319,6 +319,10 @@ class DFlashDraftModel(DFlashPreTrainedModel):
         self.gradient_checkpointing = False
         self.post_init()
 
+    def get_input_embeddings(self) -> nn.Embedding | None:
+        """The draft's own embeddings; None where it borrows the target's. Quantisers ask for them."""
+        return self.embed_tokens
+
     def fuse(self, context_hidden_states: torch.Tensor) -> torch.Tensor:
         """Taps (batch, c, n_taps * target hidden size), any float dtype -> fused context (batch, c, hidden_size)."""
         if context_hidden_states.shape[-1] != self.fc.in_features:
@@ -327,7 +331,7 @@ class DFlashDraftModel(DFlashPreTrainedModel):
                 f"{self.fc.in_features} ({len(self.config.target_layer_ids)} taps). Use the target that it was made for"
                 f"{f': {self.config.target_name_or_path}' if self.config.target_name_or_path else ''}."
             )
-        return self.hidden_norm(self.fc(context_hidden_states.to(self.fc.weight.dtype)))
+        return self.hidden_norm(self.fc(context_hidden_states.to(self.norm.weight.dtype)))
 
     @capture_outputs
     def forward(
@@ -362,7 +366,7 @@ class DFlashDraftModel(DFlashPreTrainedModel):
             cache = DFlashCache(config=self.config)
             cache.activate_past_recording()
 
-        block = (noise_embeds * self.config.input_embedding_scale).to(self.fc.weight.dtype)
+        block = (noise_embeds * self.config.input_embedding_scale).to(self.norm.weight.dtype)
         context = None if context_hidden_states is None else self.fuse(context_hidden_states)
         length = block.shape[1] + (0 if context is None else context.shape[1])
         if position_ids is None:
@@ -427,7 +431,7 @@ class DFlash2DraftModel(DFlashDraftModel):
     ) -> torch.Tensor:
         """As in DFlash 1, but along the selector's path instead of position by position."""
         logits = self.compute_logits(hidden, head)
-        return self.candidate_selector(hidden.to(self.fc.weight.dtype), logits, anchor_ids)
+        return self.candidate_selector(hidden.to(self.norm.weight.dtype), logits, anchor_ids)
 
 
 __all__ = ["DFlash2DraftModel", "DFlashDraftModel", "DFlashPreTrainedModel"]

@@ -46,7 +46,7 @@ def load_draft(
         attn_implementation: "sdpa", "eager", "flash_attention_2", ...; default: transformers' choice.
         block_size: a smaller block than the checkpoint's, at least 2.
         options: further options for the Hub (`cache_dir`, `local_files_only`, `force_download`, `subfolder`) and for
-            `PreTrainedModel.from_pretrained` (`max_memory`, `offload_folder`, ...).
+            `PreTrainedModel.from_pretrained` (`max_memory`, `quantization_config`, ...).
 
     Returns:
         The draft in evaluation mode; a `DFlash2DraftModel` where the checkpoint is of DFlash 2.
@@ -75,6 +75,12 @@ def load_draft(
     # An option that is None is one that was not given.
     options |= {"device_map": device_map, "attn_implementation": attn_implementation}
     given = {key: value for key, value in options.items() if value is not None}
+    if "quantization_config" in given:
+        warnings.warn(
+            f"{checkpoint.name} is loaded quantised, as asked. A quantised draft proposes worse, with 4 bits and "
+            "sliding layers often nothing that is accepted: watch the acceptance length.",
+            stacklevel=2,
+        )
     draft = DFlashDraftModel.from_pretrained(None, config=config, state_dict=state, dtype=dtype, **given)
     draft.name_or_path = draft.config.name_or_path = checkpoint.name
     return draft
