@@ -199,7 +199,7 @@ def _choice_after(target: PreTrainedModel, inputs: Mapping[str, Any], count: int
     return _Choice(token, logits, scores, state.draw(scores), 1 / temperature)
 
 
-@torch.inference_mode()
+@torch.no_grad()
 def _changes(
     target: PreTrainedModel,
     inputs: Mapping[str, Any],
