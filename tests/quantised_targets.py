@@ -25,7 +25,6 @@ from transformers import (
     AwqConfig,
     BitsAndBytesConfig,
     GPTQConfig,
-    HqqConfig,
     PreTrainedModel,
     QuantoConfig,
     Qwen3Config,
@@ -100,10 +99,10 @@ def on_the_fly(make_config: Callable[[torch.dtype], Any], reload: bool = False):
     return load
 
 
-def awq(group_size: int, backend: str = "torch_awq"):
+def awq(group_size: int):
     def load(dtype: torch.dtype, folder: Path) -> PreTrainedModel:
         save_awq(dense_target(), folder, group_size)
-        config = AwqConfig(bits=4, group_size=group_size, backend=backend)
+        config = AwqConfig(bits=4, group_size=group_size, backend="torch_awq")
         return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, quantization_config=config).eval()
 
     return load
@@ -196,8 +195,6 @@ REFUSED: dict[str, Kind] = {
     "torchao-int4-tiles": Kind(
         "torchao int4 (`Int4WeightOnlyConfig`)", ("torchao",), on_the_fly(torchao("int4-tiles")), (torch.bfloat16,)
     ),
-    "hqq": Kind("HQQ", (), on_the_fly(lambda dtype: HqqConfig(nbits=4, group_size=64)), (torch.bfloat16,)),
-    "awq-other-backend": Kind("AWQ through `autoawq`", (), awq(32, backend="autoawq"), (torch.float16,)),
 }
 
 
@@ -228,7 +225,7 @@ class Findings:
 def load(kind: str, dtype: torch.dtype) -> PreTrainedModel:
     """A tiny target of a kind."""
     with tempfile.TemporaryDirectory() as folder:
-        return KINDS[kind].load(dtype, Path(folder))
+        return {**KINDS, **REFUSED}[kind].load(dtype, Path(folder))
 
 
 def examine(target: PreTrainedModel, prompts: int, mode: str = "greedy") -> Findings:
