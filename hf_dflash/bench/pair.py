@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from transformers import (
+    AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
     BatchEncoding,
@@ -26,6 +27,16 @@ from hf_dflash.loading import load_draft
 from hf_dflash.modeling_dflash import DFlashDraftModel
 
 DTYPES = ("auto", "bfloat16", "float16", "float32")
+#: How a checkpoint was quantised, in its config's words -> the extra of hf-dflash that brings what loads it.
+EXTRAS = {
+    "awq": "awq",
+    "gptq": "gptq",
+    "bitsandbytes": "bnb",
+    "compressed-tensors": "compressed-tensors",
+    "torchao": "torchao",
+    "quanto": "quanto",
+    "gguf": "gguf",
+}
 
 
 @dataclass(frozen=True)
@@ -52,25 +63,43 @@ def load_target(
     dtype: str = "auto",
     device_map: str | None = None,
     quantization: str | None = None,
+    gguf_file: str | None = None,
     trust_remote_code: bool = False,
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """Load a target and its tokenizer, quietly.
 
+    Args:
+        gguf_file: which file of the folder or repository to read, where it holds GGUF files.
+
     Raises:
         UnsupportedOptionError: unknown dtype or quantisation.
-        MissingPackageError: the quantisation's package is not installed.
+        MissingPackageError: a package that the checkpoint or the quantisation needs is not installed, or is too old.
     """
     if dtype not in DTYPES:
         raise UnsupportedOptionError(f"The dtype '{dtype}' is unknown; choose one of {', '.join(DTYPES)}.")
     be_quiet()
-    model = AutoModelForCausalLM.from_pretrained(
-        name,
-        dtype=dtype,
-        device_map=device_map,
-        quantization_config=quantization_config(quantization) if quantization else None,
-        trust_remote_code=trust_remote_code,
-    )
-    return model.eval(), AutoTokenizer.from_pretrained(name, trust_remote_code=trust_remote_code)
+    shared = {"trust_remote_code": trust_remote_code, **({"gguf_file": gguf_file} if gguf_file else {})}
+    # Named only where it was asked for: a None would go before the entry of a quantised checkpoint.
+    given = {"quantization_config": quantization_config(quantization)} if quantization else {}
+    try:
+        model = AutoModelForCausalLM.from_pretrained(name, dtype=dtype, device_map=device_map, **given, **shared)
+        return model.eval(), AutoTokenizer.from_pretrained(name, **shared)
+    except ImportError as error:
+        raise MissingPackageError(_what_to_install(name, quantization, gguf_file, error)) from error
+
+
+def _what_to_install(name: str, quantization: str | None, gguf_file: str | None, error: ImportError) -> str:
+    """What transformers missed, and the command that brings it."""
+    if gguf_file is not None:
+        method = "gguf"
+    else:
+        entry = AutoConfig.from_pretrained(name).to_dict().get("quantization_config") or {}
+        method = entry.get("quant_method")
+    found = str(error).strip().splitlines()[0]
+    if quantization is not None or method not in EXTRAS:
+        return f"{name} cannot be loaded: {found}"
+    command = f'pip install -U "hf-dflash[{EXTRAS[method]}]"'
+    return f"{name} is a {method} checkpoint ({found}). Install what loads it: {command}."
 
 
 def be_quiet() -> None:

@@ -55,6 +55,7 @@ def bench(
     dtype: options.Dtype = "auto",
     device_map: options.DeviceMap = None,
     quantization: options.Quantization = None,
+    gguf_file: options.GgufFile = None,
     trust_remote_code: options.TrustRemoteCode = False,
     out: Annotated[Path, typer.Option(help="Folder for the results.", file_okay=False)] = Path("bench-results"),
     again: Annotated[
@@ -99,6 +100,7 @@ def bench(
             "dtype": dtype,
             "device_map": device_map,
             "quantization": quantization,
+            "gguf_file": gguf_file,
             "trust_remote_code": trust_remote_code,
         }
         results = _measure(target, draft, plan, loading)
@@ -136,6 +138,7 @@ def _measure(targets: list[str], drafts: list[str], plan: Plan, loading: dict) -
     settings = {
         "dtype": dtype,
         "quantization": loading["quantization"],
+        "gguf_file": loading["gguf_file"],
         "template": loading["template"],
         "max_new_tokens": plan.max_new_tokens,
         "repeats": plan.repeats,

@@ -42,6 +42,7 @@ def chat(
     dtype: options.Dtype = "auto",
     device_map: options.DeviceMap = None,
     quantization: options.Quantization = None,
+    gguf_file: options.GgufFile = None,
     trust_remote_code: options.TrustRemoteCode = False,
     stats: options.Stats = False,
 ) -> None:
@@ -56,6 +57,7 @@ def chat(
         dtype=dtype,
         device_map=device_map,
         quantization=quantization,
+        gguf_file=gguf_file,
         trust_remote_code=trust_remote_code,
     )
     if seed is not None:

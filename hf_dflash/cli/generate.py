@@ -42,6 +42,7 @@ def generate(
     dtype: options.Dtype = "auto",
     device_map: options.DeviceMap = None,
     quantization: options.Quantization = None,
+    gguf_file: options.GgufFile = None,
     trust_remote_code: options.TrustRemoteCode = False,
     stats: options.Stats = False,
     as_json: options.Json = False,
@@ -63,6 +64,7 @@ def generate(
         dtype=dtype,
         device_map=device_map,
         quantization=quantization,
+        gguf_file=gguf_file,
         trust_remote_code=trust_remote_code,
     )
     arguments = {

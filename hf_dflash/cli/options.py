@@ -36,6 +36,12 @@ Quantization = Annotated[
         rich_help_panel=_MODELS,
     ),
 ]
+GgufFile = Annotated[
+    str | None,
+    typer.Option(
+        "--gguf-file", help="The GGUF file to load from the target's folder or repository.", rich_help_panel=_MODELS
+    ),
+]
 TrustRemoteCode = Annotated[
     bool,
     typer.Option("--trust-remote-code", help="Run model code that the target's repo carries.", rich_help_panel=_MODELS),

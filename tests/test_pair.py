@@ -1,0 +1,92 @@
+"""Loading what is decoded with: what a missing or too old package says."""
+
+import json
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+from gguf_files import save_gguf
+from quantised_targets import dense_target, is_installed
+from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
+
+from hf_dflash.bench.pair import EXTRAS, load_target
+from hf_dflash.bench.smollm2 import installed_gguf
+from hf_dflash.errors import MissingPackageError
+
+#: What config.json says of a quantised checkpoint, and what is imported to load it.
+QUANTISED = {
+    "awq": ({"quant_method": "awq", "bits": 4, "group_size": 64, "zero_point": True}, "gptqmodel"),
+    "gptq": ({"quant_method": "gptq", "bits": 4, "group_size": 32}, "gptqmodel"),
+    "bitsandbytes": ({"quant_method": "bitsandbytes", "load_in_4bit": True}, "bitsandbytes"),
+    "compressed-tensors": ({"quant_method": "compressed-tensors", "config_groups": {}}, "compressed_tensors"),
+    "quanto": ({"quant_method": "quanto", "weights": "int8"}, "optimum.quanto"),
+    "torchao": (
+        {"quant_method": "torchao", "quant_type": {"default": {"_type": "Int8WeightOnlyConfig", "_data": {}}}},
+        "torchao",
+    ),
+}
+
+
+@pytest.fixture
+def checkpoint(tiny_folders, tmp_path):
+    """Makes a checkpoint that says of itself how it is quantised."""
+
+    def make(entry: dict) -> str:
+        folder = Path(shutil.copytree(tiny_folders.target, tmp_path / "target"))
+        config = json.loads((folder / "config.json").read_text())
+        (folder / "config.json").write_text(json.dumps({**config, "quantization_config": entry}))
+        return str(folder)
+
+    return make
+
+
+@pytest.mark.parametrize("method", QUANTISED)
+def test_a_missing_package_is_one_line_that_says_what_to_install(checkpoint, method):
+    entry, package = QUANTISED[method]
+    if is_installed(package):
+        pytest.skip(f"{package} is installed")
+    with pytest.raises(MissingPackageError) as refusal:
+        load_target(checkpoint(entry))
+    assert f'pip install -U "hf-dflash[{EXTRAS[method]}]"' in str(refusal.value)
+    assert "\n" not in str(refusal.value)
+
+
+@pytest.mark.parametrize("entry, expected", [(QUANTISED["awq"][0], r"hf-dflash\[awq\]"), ({}, "needs widgets>=3")])
+def test_a_package_that_is_too_old_is_named(checkpoint, monkeypatch, entry, expected):
+    def refuse(*args, **options):
+        raise ImportError("This checkpoint needs widgets>=3.\nFound 2.")
+
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", refuse)
+    with pytest.raises(MissingPackageError, match=expected) as refusal:
+        load_target(checkpoint(entry))
+    assert "widgets>=3" in str(refusal.value) and "\n" not in str(refusal.value)
+
+
+def test_a_gguf_file_without_its_package_is_one_line(tmp_path, monkeypatch):
+    save_gguf(dense_target("llama"), tmp_path / "model.gguf", "Q4_0")
+    monkeypatch.setitem(sys.modules, "gguf", None)
+    with pytest.raises(MissingPackageError, match=r"hf-dflash\[gguf\]") as refusal:
+        load_target(str(tmp_path), gguf_file="model.gguf")
+    assert "\n" not in str(refusal.value)
+
+
+@pytest.mark.quantised
+def test_a_quantised_checkpoint_is_loaded_as_what_it_is(tiny_folders, tmp_path):
+    """Without a flag: a quantisation that is not asked for must not go before the checkpoint's own."""
+    pytest.importorskip("bitsandbytes")
+    config = BitsAndBytesConfig(load_in_4bit=True)
+    AutoModelForCausalLM.from_pretrained(tiny_folders.target, quantization_config=config).save_pretrained(tmp_path)
+    AutoTokenizer.from_pretrained(tiny_folders.target).save_pretrained(tmp_path)
+    target, _ = load_target(str(tmp_path))
+    assert target.is_loaded_in_4bit
+
+
+@pytest.mark.slow
+def test_generate_with_a_gguf_file_of_a_package(run_cli, smollm2):
+    """A checkpoint as people have it on their disks, from the command line, its text compared with plain generate's."""
+    file = installed_gguf()
+    options = ["--gguf-file", file.name, "--dtype", "float32", "--chat", "-n", "24", "--check"]
+    ended = run_cli("generate", "-t", file.parent, "-d", smollm2.draft, *options, "Name three colours.")
+    assert ended.code == 0, ended.err
+    assert "same text as plain generate: yes" in ended.err
