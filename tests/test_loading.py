@@ -86,6 +86,13 @@ def test_from_pretrained_takes_every_layout_too(tmp_path):
     assert_same_weights(draft.to(torch.bfloat16), published)
 
 
+def test_loading_info_comes_beside_the_draft_as_in_transformers(tmp_path):
+    publish(tmp_path)
+    draft, info = DFlashDraftModel.from_pretrained(tmp_path, output_loading_info=True)
+    assert draft.name_or_path == str(tmp_path)
+    assert not info["missing_keys"] and not info["unexpected_keys"]
+
+
 def test_sharded_weights(tmp_path):
     published = publish(tmp_path, "dflash2", shards=3)
     assert not (tmp_path / "model.safetensors").exists()

@@ -49,7 +49,8 @@ def load_draft(
             `PreTrainedModel.from_pretrained` (`max_memory`, `quantization_config`, ...).
 
     Returns:
-        The draft in evaluation mode; a `DFlash2DraftModel` where the checkpoint is of DFlash 2.
+        The draft in evaluation mode; a `DFlash2DraftModel` where the checkpoint is of DFlash 2. With
+        `output_loading_info=True`, as in transformers, a pair of the draft and what was missing or left over.
 
     Raises:
         CheckpointError: the checkpoint is incomplete, inconsistent or not supported; all problems are listed.
@@ -81,9 +82,10 @@ def load_draft(
             "sliding layers often nothing that is accepted: watch the acceptance length.",
             stacklevel=2,
         )
-    draft = DFlashDraftModel.from_pretrained(None, config=config, state_dict=state, dtype=dtype, **given)
+    loaded = DFlashDraftModel.from_pretrained(None, config=config, state_dict=state, dtype=dtype, **given)
+    draft = loaded[0] if isinstance(loaded, tuple) else loaded
     draft.name_or_path = draft.config.name_or_path = checkpoint.name
-    return draft
+    return loaded
 
 
 def resolve_dtype(checkpoint: Checkpoint, asked: torch.dtype | str | None = None) -> torch.dtype:
