@@ -218,3 +218,14 @@ def test_acceptance_is_that_of_generate(tmp_path):
     measured = measure_acceptance(draft, target, [(prompt[0].tolist(), text[0, 4:].tolist())], blocks_per_forward=7)
     assert (measured.tokens, measured.rounds) == (sum(found[0].committed), found[0].rounds)
     assert measured.blocks == text.shape[1] - 4 - 1
+
+
+def test_the_head_never_reads_rows_with_gaps_between_them(tmp_path, monkeypatch):
+    """Blocks lie side by side, and their anchors are cut off: a view would take the CPU tens of times as long."""
+    _, draft, target = objective_of(tmp_path, block_size=4)
+    heads = []
+    head = target.head
+    monkeypatch.setattr(target, "head", lambda hidden: heads.append(hidden) or head(hidden))
+    measure_acceptance(draft, target, [([5, 9, 33], [17, 4, 8, 30, 6, 21])])
+    assert heads[0].shape[0] == 5
+    assert all(hidden.is_contiguous() for hidden in heads)

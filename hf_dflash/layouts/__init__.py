@@ -13,6 +13,9 @@ from dataclasses import dataclass
 from hf_dflash.configuration_dflash import DFlashConfig, is_integer, join_problems
 from hf_dflash.errors import CheckpointError
 from hf_dflash.layouts.readers import (
+    NETWORK_KEYS,
+    OUTPUT_KEYS,
+    VERSION_2_KEYS,
     is_version_2,
     mask_warnings,
     read_canonical,
@@ -170,6 +173,9 @@ def to_canonical(raw: Mapping, shapes: Shapes | None = None) -> DFlashConfig:
 
 __all__ = [
     "LAYOUTS",
+    "NETWORK_KEYS",
+    "OUTPUT_KEYS",
+    "VERSION_2_KEYS",
     "Layout",
     "Reading",
     "Shapes",

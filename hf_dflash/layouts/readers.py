@@ -15,7 +15,8 @@ from hf_dflash.layouts.reading import Reading, Scopes, architectures, submapping
 from hf_dflash.layouts.refusals import OPTIONS, refuse_options
 from hf_dflash.layouts.rope import read_rope
 
-_NETWORK_KEYS = (
+# Names that published layouts share with the canonical form.
+NETWORK_KEYS = (
     "hidden_size",
     "intermediate_size",
     "num_hidden_layers",
@@ -30,8 +31,8 @@ _NETWORK_KEYS = (
     "initializer_range",
     "vocab_size",
 )
-_OUTPUT_KEYS = ("input_embedding_scale", "output_multiplier", "final_logit_softcapping")
-_VERSION_2_KEYS = ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")
+OUTPUT_KEYS = ("input_embedding_scale", "output_multiplier", "final_logit_softcapping")
+VERSION_2_KEYS = ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")
 
 # Qwen3's own default for `max_window_layers`: with sliding switched on and no list of types, later layers slide.
 _MAX_WINDOW_LAYERS = 28
@@ -49,7 +50,7 @@ def read_z_lab(raw: Mapping) -> Reading:
     nested = submapping(raw, "dflash_config")
     scopes = [("dflash_config.", nested), ("", raw)]
     look = Scopes(reading, scopes)
-    look.take((*_NETWORK_KEYS, *_OUTPUT_KEYS, *_VERSION_2_KEYS, "target_hidden_size"))
+    look.take((*NETWORK_KEYS, *OUTPUT_KEYS, *VERSION_2_KEYS, "target_hidden_size"))
     look.take(("block_size", "mask_token_id", "target_layer_ids"))
     look.take_as("target_num_hidden_layers", "num_target_layers", "target_num_hidden_layers")
     reading.values["dflash_version"] = 2 if is_version_2(raw) else 1
@@ -80,7 +81,7 @@ def read_muse(raw: Mapping) -> Reading:
     reading = Reading()
     scopes = [("", raw)]
     look = Scopes(reading, scopes)
-    look.take((*_NETWORK_KEYS, *_OUTPUT_KEYS, "block_size", "mask_token_id", "target_layer_ids", "sliding_window"))
+    look.take((*NETWORK_KEYS, *OUTPUT_KEYS, "block_size", "mask_token_id", "target_layer_ids", "sliding_window"))
     look.take_as("target_num_hidden_layers", "num_target_layers")
     types = look.take_as("layer_types", "layer_types")
     layers = reading.values.get("num_hidden_layers")
@@ -95,10 +96,10 @@ def read_speculators(raw: Mapping) -> Reading:
     reading = Reading()
     inner = submapping(raw, "transformer_layer_config")
     scopes = [("transformer_layer_config.", inner), ("", raw)]
-    Scopes(reading, scopes).take((*_NETWORK_KEYS, "layer_types", "sliding_window"))
+    Scopes(reading, scopes).take((*NETWORK_KEYS, "layer_types", "sliding_window"))
     look = Scopes(reading, [("", raw)])
-    look.take(("block_size", "mask_token_id", "target_hidden_size", "draft_vocab_size", *_OUTPUT_KEYS))
-    look.take(_VERSION_2_KEYS)
+    look.take(("block_size", "mask_token_id", "target_hidden_size", "draft_vocab_size", *OUTPUT_KEYS))
+    look.take(VERSION_2_KEYS)
     version = reading.values["dflash_version"] = 2 if raw.get("speculators_model_type") == "dflash2" else 1
 
     ids = look.take_as("target_layer_ids", "aux_hidden_state_layer_ids")

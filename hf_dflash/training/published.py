@@ -14,27 +14,8 @@ from safetensors.torch import save_file
 
 from ..configuration_dflash import DFlashConfig
 from ..errors import TrainingError
+from ..layouts import NETWORK_KEYS, OUTPUT_KEYS, VERSION_2_KEYS
 from ..modeling_dflash import DFlashDraftModel
-
-NETWORK_KEYS = (
-    "hidden_size",
-    "intermediate_size",
-    "num_hidden_layers",
-    "num_attention_heads",
-    "num_key_value_heads",
-    "head_dim",
-    "hidden_act",
-    "rms_norm_eps",
-    "attention_bias",
-    "attention_dropout",
-    "max_position_embeddings",
-    "initializer_range",
-    "vocab_size",
-    "layer_types",
-    "sliding_window",
-)
-VERSION_2_KEYS = ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")
-OUTPUT_KEYS = ("input_embedding_scale", "output_multiplier", "final_logit_softcapping")
 
 
 def zlab_config(config: DFlashConfig, dtype: str) -> dict[str, Any]:
@@ -109,7 +90,7 @@ def speculators_config(config: DFlashConfig, dtype: str) -> dict[str, Any]:
 
 
 def _network(config: DFlashConfig) -> dict[str, Any]:
-    return {key: getattr(config, key) for key in NETWORK_KEYS}
+    return {key: getattr(config, key) for key in (*NETWORK_KEYS, "layer_types", "sliding_window")}
 
 
 def _but_defaults(config: DFlashConfig) -> dict[str, Any]:
