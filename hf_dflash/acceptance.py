@@ -37,7 +37,7 @@ def matching_prefix(candidates: torch.LongTensor, choices: torch.LongTensor) -> 
 def greedy_choices(logits: torch.Tensor) -> torch.LongTensor:
     """The target's greedy token at every position of a block: `(batch, n, vocabulary)` logits to `(batch, n)` ids.
 
-    They are compared in float32, as plain generate does; on the CPU that is also several times quicker than in bfloat16.
+    They are compared in float32, as in plain generate; on a CPU that is also several times quicker than in bfloat16.
     """
     return logits.float().argmax(dim=-1)
 

@@ -115,7 +115,9 @@ def _measure_one(
         packed = pack_blocks(ids, [length], [anchors], block_size, draft.config.mask_token_id)
         hidden = run_blocks(draft, draft, target, taps, packed)[0]
         # Contiguous: a linear layer over many rows with gaps between them took 60 times as long on the CPU.
-        candidates = draft.propose(hidden[:, 1:].contiguous(), ids[0, anchors.to(ids.device)].to(hidden.device), target.head)
+        candidates = draft.propose(
+            hidden[:, 1:].contiguous(), ids[0, anchors.to(ids.device)].to(hidden.device), target.head
+        )
         counts += accepted_counts(candidates.to(ids.device), packed.labels[0, :, 1:]).tolist()
     tokens, rounds = walk(counts, len(counts))
     reached = [sum(count >= k for count in counts) for k in range(1, block_size)]
