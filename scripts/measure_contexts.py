@@ -15,7 +15,7 @@ from pydoc_data.topics import topics
 
 import torch
 
-from hf_dflash.bench.methods import make_method
+from hf_dflash.bench.methods import NotHere, make_method
 from hf_dflash.bench.pair import Pair, load_target, sampling_arguments
 from hf_dflash.bench.smollm2 import target_folder
 from hf_dflash.loading import load_draft
@@ -86,13 +86,18 @@ def main() -> None:
     target, tokenizer = load_target(folder, dtype=arguments.dtype)
     draft = load_draft(arguments.draft, dtype=getattr(torch, arguments.dtype))
     pair = Pair(target, tokenizer, draft, folder, arguments.draft)
-    methods = {name: make_method(name, pair) for name in METHODS}
+    methods = {}
+    for name in METHODS:
+        try:
+            methods[name] = make_method(name, pair)
+        except NotHere as reason:
+            print(f"{name} is left out: {reason}")
     results = {"threads": torch.get_num_threads(), "new_tokens": arguments.new_tokens, "contexts": {}}
     for length in arguments.contexts:
         ids = prompt(tokenizer, length)
         for method in methods.values():
             timed(method, target, ids[:, -64:], 8)
-        runs: dict[str, list[dict]] = {name: [] for name in METHODS}
+        runs: dict[str, list[dict]] = {name: [] for name in methods}
         for _ in range(arguments.repeats):
             for name, method in methods.items():
                 runs[name].append(timed(method, target, ids, arguments.new_tokens))

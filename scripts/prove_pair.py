@@ -31,9 +31,10 @@ def prompts(pair: Pair, count: int) -> list[tuple[str, torch.Tensor]]:
 @functools.cache
 def authors_draft(folder: str, dtype: torch.dtype):
     """The same checkpoint, loaded by the authors' package."""
-    from dflash.model import DFlashDraftModel
+    from dflash.model import DFlash2DraftModel, DFlashDraftModel
 
-    return DFlashDraftModel.from_pretrained(folder, dtype=dtype).eval()
+    version = load_draft(folder).config.dflash_version
+    return (DFlash2DraftModel if version == 2 else DFlashDraftModel).from_pretrained(folder, dtype=dtype).eval()
 
 
 def authors_rounds(folder: str, target, ids: torch.Tensor, new_tokens: int, eos: list[int], dtype) -> tuple[list, list]:

@@ -30,4 +30,6 @@ resume=()
 compgen -G "$work/run/checkpoint-*/complete" > /dev/null && resume=(--resume)
 python -m hf_dflash train --config training.yaml --target "$work/target" --data "$work/responses.jsonl" --out "$work/run" "${resume[@]}"
 
-python evaluate.py --target "$work/target" --drafts "$work/run/draft" --work "$work/evaluation" --threads "$OMP_NUM_THREADS" --decode
+evaluate=(python evaluate.py --target "$work/target" --drafts "$work/run/draft" --work "$work/evaluation" --threads "$OMP_NUM_THREADS")
+"${evaluate[@]}"
+"${evaluate[@]}" --decode --count 5
