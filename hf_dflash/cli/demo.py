@@ -16,7 +16,7 @@ from hf_dflash.cli.show import acceptance_bars, comparison_words, two_columns
 from hf_dflash.comparison import Comparison
 
 # A small model's two best tokens are often within bfloat16 rounding; on this prompt they were not where it was tried.
-PROMPT = "How does a refrigerator keep food cold?"
+PROMPT = "What is photosynthesis?"
 
 
 def demo(
