@@ -85,6 +85,7 @@ def _acceptance(axes: Any, rows: list[Row]) -> None:
         label = f"{row.method}, {_label(row, rows)}".replace("\n", ", ")
         axes.plot(positions, row.acceptance_by_position, marker="o", markersize=4, label=label)
     axes.set_ylim(0, 1)
+    axes.xaxis.get_major_locator().set_params(integer=True)
     axes.set_xlabel("position in the block")
     axes.set_ylabel("share of rounds accepted up to here")
     axes.legend(frameon=False, fontsize="small")
