@@ -2,12 +2,10 @@
 
 import json
 import shutil
-import sys
 from pathlib import Path
 
 import pytest
-from gguf_files import save_gguf
-from quantised_targets import dense_target, is_installed
+from quantised_targets import is_installed
 from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
 
 from hf_dflash.bench.pair import EXTRAS, load_target
@@ -52,23 +50,22 @@ def test_a_missing_package_is_one_line_that_says_what_to_install(checkpoint, met
     assert "\n" not in str(refusal.value)
 
 
-@pytest.mark.parametrize("entry, expected", [(QUANTISED["awq"][0], r"hf-dflash\[awq\]"), ({}, "needs widgets>=3")])
-def test_a_package_that_is_too_old_is_named(checkpoint, monkeypatch, entry, expected):
+@pytest.mark.parametrize(
+    "entry, options, expected",
+    [
+        (QUANTISED["awq"][0], {}, r"hf-dflash\[awq\]"),
+        ({}, {}, "needs widgets>=3"),
+        ({}, {"gguf_file": "model.gguf"}, r"hf-dflash\[gguf\]"),
+    ],
+)
+def test_a_package_that_is_too_old_is_named(checkpoint, monkeypatch, entry, options, expected):
     def refuse(*args, **options):
         raise ImportError("This checkpoint needs widgets>=3.\nFound 2.")
 
     monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", refuse)
     with pytest.raises(MissingPackageError, match=expected) as refusal:
-        load_target(checkpoint(entry))
+        load_target(checkpoint(entry), **options)
     assert "widgets>=3" in str(refusal.value) and "\n" not in str(refusal.value)
-
-
-def test_a_gguf_file_without_its_package_is_one_line(tmp_path, monkeypatch):
-    save_gguf(dense_target("llama"), tmp_path / "model.gguf", "Q4_0")
-    monkeypatch.setitem(sys.modules, "gguf", None)
-    with pytest.raises(MissingPackageError, match=r"hf-dflash\[gguf\]") as refusal:
-        load_target(str(tmp_path), gguf_file="model.gguf")
-    assert "\n" not in str(refusal.value)
 
 
 @pytest.mark.quantised
