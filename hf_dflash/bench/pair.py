@@ -85,18 +85,21 @@ def load_target(
         model = AutoModelForCausalLM.from_pretrained(name, dtype=dtype, device_map=device_map, **given, **shared)
         return model.eval(), AutoTokenizer.from_pretrained(name, **shared)
     except ImportError as error:
-        raise MissingPackageError(_what_to_install(name, quantization, gguf_file, error)) from error
+        raise MissingPackageError(_what_to_install(name, quantization, gguf_file, trust_remote_code, error)) from error
 
 
-def _what_to_install(name: str, quantization: str | None, gguf_file: str | None, error: ImportError) -> str:
+def _what_to_install(
+    name: str, quantization: str | None, gguf_file: str | None, trust_remote_code: bool, error: ImportError
+) -> str:
     """What transformers missed, and the command that brings it."""
-    if gguf_file is not None:
-        method = "gguf"
-    else:
-        entry = AutoConfig.from_pretrained(name).to_dict().get("quantization_config") or {}
-        method = entry.get("quant_method")
     found = str(error).strip().splitlines()[0]
-    if quantization is not None or method not in EXTRAS:
+    method = "gguf" if gguf_file is not None else None
+    if method is None and quantization is None:
+        entry = (
+            AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code).to_dict().get("quantization_config")
+        )
+        method = (entry or {}).get("quant_method")
+    if method not in EXTRAS:
         return f"{name} cannot be loaded: {found}"
     command = f'pip install -U "hf-dflash[{EXTRAS[method]}]"'
     return f"{name} is a {method} checkpoint ({found}). Install what loads it: {command}."
