@@ -88,8 +88,7 @@ def _attention_row(attention: torch.Tensor | None, position: int, window: int | 
 
     Example:
         block of 3 behind 5 cached keys: 8 columns. Position 1 is key 6, so plain decoding would have seen columns 0..6.
-            With a
-        window of 4 it would have seen its last 4: columns 3..6.
+        With a window of 4 it would have seen its last 4: columns 3..6.
     """
     if attention is None:
         return None

@@ -189,8 +189,7 @@ class Target:
         """
         if "logits_to_keep" in model_kwargs and getattr(self.text_config, "num_kv_shared_layers", 0):
             # Such targets (Gemma 4) run their last layers for the kept tokens only, and a tap there would miss the
-            # prompt.
-            # They do so for a count of tokens to keep, not for a list of indices: the last one is [-1].
+            # prompt. They do so for a count of tokens to keep, not for a list of indices: the last one is [-1].
             model_kwargs = {**model_kwargs, "logits_to_keep": torch.tensor([-1], device=input_ids.device)}
         return self.model._prefill(input_ids, generation_config, model_kwargs)
 

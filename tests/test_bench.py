@@ -7,11 +7,11 @@ import statistics
 import pytest
 import torch
 
-from hf_dflash.bench import gpu_check, report
+from hf_dflash.bench import gpu_check, report, runner
 from hf_dflash.bench.methods import NotHere, make_method
 from hf_dflash.bench.pair import encode, load_pair, sampling_arguments
 from hf_dflash.bench.prompts import Prompt, load_prompts
-from hf_dflash.bench.runner import Plan, Run, run_pair
+from hf_dflash.bench.runner import Plan, Run, methods_of, run_pair
 from hf_dflash.bench.summary import acceptance_by_position, summarise
 from hf_dflash.errors import MissingPackageError, UnsupportedOptionError
 
@@ -111,7 +111,10 @@ def test_methods_that_cannot_run_say_why(pair):
 def test_every_method_runs_on_every_prompt_and_is_compared(pair):
     plan = Plan(["dflash", "plain-compiled"], prompts(3), [0.0, 0.8], max_new_tokens=8, repeats=2)
     told = []
-    runs, left_out = run_pair(pair, plan, told.append)
+    methods, left_out = methods_of(plan, pair)
+    batches = list(run_pair(pair, plan, methods, told.append))
+    assert [{run.prompt for run in batch} for batch in batches] == [{f"p{i}"} for i in range(3)] * 4
+    runs = [run for batch in batches for run in batch]
     assert list(left_out) == ["plain-compiled"]
     assert len(runs) == len(told) == 3 * 2 * 2 * 2
     own = [run for run in runs if run.method == "dflash"]
@@ -178,6 +181,41 @@ def test_bench_writes_everything_and_reads_it_again(run_cli, tiny_folders, tmp_p
     again = run_cli("bench", "--from", tmp_path / "results.json", "--out", tmp_path / "again")
     assert again.code == 0, again.err
     assert (tmp_path / "again" / "table.md").read_text() == (tmp_path / "table.md").read_text()
+
+
+@pytest.mark.parametrize("end", [KeyboardInterrupt(), RuntimeError("out of memory")], ids=["Ctrl-C", "crash"])
+def test_what_was_measured_outlives_an_end_in_the_middle(run_cli, tiny_folders, tmp_path, monkeypatch, end):
+    pytest.importorskip("matplotlib")
+    run_prompt, begun = runner._run_prompt, []
+
+    def ends_in_the_third_prompt(*arguments):
+        begun.append(arguments)
+        if len(begun) == 3:
+            raise end
+        return run_prompt(*arguments)
+
+    monkeypatch.setattr(runner, "_run_prompt", ends_in_the_third_prompt)
+    pair = ["-t", tiny_folders.target, "-d", tiny_folders.draft]
+    ended = run_cli("bench", *pair, "-p", "chat:4", "-n", "4", "-m", "dflash", "--out", tmp_path)
+    stored = report.Results.read_json(tmp_path / "results.json")
+    assert [run.method for run in stored.runs] == ["plain", "dflash"] * 2
+    assert {path.suffix for path in tmp_path.iterdir()} <= {".json", ".csv", ".md", ".png"}
+    if isinstance(end, KeyboardInterrupt):
+        assert ended.code == 130
+        assert "interrupted" in ended.err and "| 2 chat | 0 | dflash |" in ended.out
+    else:
+        assert ended.code == 1
+        again = run_cli("bench", "--from", tmp_path / "results.json", "--out", tmp_path / "again")
+        assert "| 2 chat | 0 | dflash |" in again.out
+
+
+def test_bench_interrupted_before_the_first_prompt_reports_nothing(run_cli, tiny_folders, tmp_path, monkeypatch):
+    def end(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(runner, "_warm_up", end)
+    assert run_cli("bench", "-t", tiny_folders.target, "-d", tiny_folders.draft, "--out", tmp_path) == (130, "", "")
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_bench_names_a_pair_that_does_not_pair(run_cli, tiny_folders, tmp_path):

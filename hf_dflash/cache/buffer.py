@@ -20,8 +20,7 @@ class GrowingBuffer:
 
     Args:
         ceiling: the most entries that are expected at any time. Capacity grows by doubling and stops there; a caller
-            that
-            exceeds it is served all the same, by a reallocation.
+            that exceeds it is served all the same, by a reallocation.
     """
 
     def __init__(self, ceiling: int):

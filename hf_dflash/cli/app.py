@@ -1,8 +1,8 @@
 """The command `hf-dflash`.
 
 Owns: the list of commands, what every command shares (`--version`, `--debug`), and how an error looks on the terminal.
-Does not
-know: what a command does.
+
+Does not know: what a command does.
 """
 
 import sys

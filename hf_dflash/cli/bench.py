@@ -5,6 +5,7 @@ drawing.
 """
 
 import json
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -15,7 +16,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from hf_dflash.bench import gpu_check, machine, plots, report
 from hf_dflash.bench.pair import load_pair
 from hf_dflash.bench.prompts import load_prompts
-from hf_dflash.bench.runner import Plan, Run, run_pair
+from hf_dflash.bench.runner import Plan, methods_of, run_pair
 from hf_dflash.cli import options
 from hf_dflash.cli.show import diagnostics
 from hf_dflash.errors import PairingError
@@ -75,7 +76,8 @@ def bench(
 ) -> None:
     """Compare ways of decoding on the same prompts, in one process, taking turns.
 
-    Writes results.json (every run, with machine, versions and commit), results.csv, table.md and plots.
+    Writes results.json (every run, with machine, versions and commit), results.csv, table.md and plots. Ctrl-C reports
+    on what was measured until then.
     """
     out.mkdir(parents=True, exist_ok=True)
     if check_gpu:
@@ -103,40 +105,21 @@ def bench(
             "gguf_file": gguf_file,
             "trust_remote_code": trust_remote_code,
         }
-        results = _measure(target, draft, plan, loading)
-        results.write_json(out / "results.json")
+        results = report.Results(machine.conditions(), _settings(plan, loading), {}, [])
+        try:
+            _measure(target, draft, plan, loading, results, out / "results.json")
+        except KeyboardInterrupt:
+            if results.runs:
+                diagnostics().print("interrupted: the report is about the prompts that were done")
+                _report(results, out, as_json)
+            raise
     _report(results, out, as_json)
 
 
-def _measure(targets: list[str], drafts: list[str], plan: Plan, loading: dict) -> report.Results:
-    """Run the plan with every target and every draft that belongs to it.
-
-    Raises:
-        PairingError: no draft belongs to any target.
-    """
-    runs: list[Run] = []
-    left_out: dict[str, str] = {}
-    dtype = loading["dtype"]
-    columns = [TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()]
-    with Progress(*columns, console=diagnostics()) as progress:
-        for target, draft in [(target, draft) for target in targets for draft in drafts]:
-            task = progress.add_task(f"{Path(target).name}: loading", total=plan.count())
-            try:
-                pair = load_pair(target, draft, **loading)
-                found, not_here = run_pair(
-                    pair, plan, lambda text, task=task: progress.update(task, advance=1, description=text)
-                )
-            except PairingError as error:
-                left_out[f"{target} + {draft}"] = str(error)
-                continue
-            runs += found
-            left_out |= not_here
-            dtype = str(pair.target.dtype).removeprefix("torch.")
-            progress.update(task, completed=plan.count(), description=f"{Path(target).name}: done")
-    if not runs:
-        raise PairingError("No draft belongs to any target: " + " ".join(left_out.values()))
-    settings = {
-        "dtype": dtype,
+def _settings(plan: Plan, loading: dict) -> dict:
+    """What a reader of the results must know about how they came about."""
+    return {
+        "dtype": loading["dtype"],
         "quantization": loading["quantization"],
         "gguf_file": loading["gguf_file"],
         "template": loading["template"],
@@ -145,7 +128,38 @@ def _measure(targets: list[str], drafts: list[str], plan: Plan, loading: dict) -
         "seed": plan.seed,
         "raw": plan.raw,
     }
-    return report.Results(machine.conditions(), settings, left_out, runs)
+
+
+def _measure(
+    targets: list[str], drafts: list[str], plan: Plan, loading: dict, results: report.Results, path: Path
+) -> None:
+    """Run the plan with every target and every draft that belongs to it.
+
+    The results grow, and are written, with every prompt: what was measured outlives whatever ends a long measurement.
+
+    Raises:
+        PairingError: no draft belongs to any target.
+    """
+    columns = [TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()]
+    with Progress(*columns, console=diagnostics()) as progress:
+        for target, draft in [(target, draft) for target in targets for draft in drafts]:
+            name = Path(target).name
+            task = progress.add_task(f"{name}: loading", total=plan.count())
+            advance = partial(progress.update, task, advance=1)
+            try:
+                pair = load_pair(target, draft, **loading)
+                results.settings["dtype"] = str(pair.target.dtype).removeprefix("torch.")
+                methods, left_out = methods_of(plan, pair)
+                for runs in run_pair(pair, plan, methods, lambda text, advance=advance: advance(description=text)):
+                    results.runs += runs
+                    results.write_json(path)
+            except PairingError as error:
+                results.left_out[f"{target} + {draft}"] = str(error)
+                continue
+            results.left_out |= left_out
+            progress.update(task, completed=plan.count(), description=f"{name}: done")
+    if not results.runs:
+        raise PairingError("No draft belongs to any target: " + " ".join(results.left_out.values()))
 
 
 def _report(results: report.Results, out: Path, as_json: bool) -> None:
