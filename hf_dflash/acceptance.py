@@ -42,6 +42,21 @@ def greedy_choices(logits: torch.Tensor) -> torch.LongTensor:
     return logits.float().argmax(dim=-1)
 
 
+def readable_rows(logits: torch.Tensor) -> torch.LongTensor:
+    """Count the leading positions of a block whose logits are numbers: `(batch, n, vocabulary)` to `(batch,)`, 0 to n.
+
+    A candidate that overflows (float16) has keys and values that are no numbers, and attention multiplies them by zero
+    for the tokens before it, which makes those no numbers either. So an unreadable row need not be the target's own:
+    read without the candidates behind it, its token may have logits like any other.
+
+    Example:
+        candidates [8, 9] behind an anchor, and 9 overflows. Where the attention multiplies what is hidden by zero, rows
+        0, 1 and 2 are unreadable: 0. Where it leaves that out, row 2 alone is: 2, which decide 8 and a bonus token.
+    """
+    # A maximum is NaN where any entry is; it costs a tenth of `isnan`.
+    return (~logits.amax(dim=-1).isnan()).long().cumprod(dim=1).sum(dim=1)
+
+
 def cut_at_first(stop: torch.BoolTensor, lengths: torch.LongTensor) -> torch.LongTensor:
     """Shorten each row to its first stop, the stopping token included.
 

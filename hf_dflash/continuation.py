@@ -16,7 +16,7 @@ from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengt
 from transformers.generation.streamers import BaseStreamer
 from transformers.utils import ModelOutput
 
-from .acceptance import cut_at_first, greedy_choices, matching_prefix
+from .acceptance import cut_at_first, greedy_choices, matching_prefix, readable_rows
 from .errors import UnsupportedOptionError
 from .processes import Agreement, alone
 
@@ -160,8 +160,15 @@ class Continuation:
 
         Returns:
             two `(1,)` tensors: accepted candidates, and committed tokens. Without a stop, committed = accepted + 1 (the
-            bonus token).
+            bonus token). Both are 0 where the candidates have made the anchor's own logits unreadable (see
+            `readable_rows`): then the anchor must be read without them.
         """
+        if candidates.shape[1]:
+            readable = int(self._agree(readable_rows(logits)))
+            if readable == 0:
+                return torch.zeros_like(self.ids[:, 0]), torch.zeros_like(self.ids[:, 0])
+            # Row i decides candidate i, and the last readable row the bonus token: 3 rows go with 2 candidates.
+            logits, candidates = logits[:, :readable], candidates[:, : readable - 1]
         committed = (self._accept_at_once if self._at_once else self._accept_one_by_one)(logits, candidates)
         taken = int(committed)
         return matching_prefix(candidates[:, :taken], self.ids[:, -taken:]), committed

@@ -56,11 +56,12 @@ def decode(
     model_kwargs = target.advance(outputs, model_kwargs, 1)
     statistics.prefills += 1
 
+    anchor_alone = False
     while not text.finished:
         # A round commits at most one token per input, so no more inputs than there is room for are verified. The draft
         # may see one position more: with room for 3, it drafts [anchor, mask, mask, mask] and the target reads
         # [anchor, candidate, candidate].
-        num_inputs = min(block_size, text.room)
+        num_inputs = 1 if anchor_alone else min(block_size, text.room)
         candidates = text.ids[:, :0]
         with statistics.phase("propose"):
             if num_inputs > 1:
@@ -80,14 +81,21 @@ def decode(
             accepted, committed = text.accept(outputs.logits, candidates)
             taken = int(committed)
 
+        # A block that could not be read commits nothing, and its anchor is read once more, alone.
+        anchor_alone = taken == 0
         with statistics.phase("commit"):
-            target_cache.commit(committed, num_inputs)
-            generator.context.extend(taps.take(draft_device)[:, :taken])
-            text.records.add_block(outputs, taken, windows)
-            model_kwargs = target.advance(outputs, model_kwargs, taken)
+            block_taps = taps.take(draft_device)[:, :taken]
+            if anchor_alone:
+                target_cache.roll_back()
+            else:
+                target_cache.commit(committed, num_inputs)
+                generator.context.extend(block_taps)
+                text.records.add_block(outputs, taken, windows)
+                model_kwargs = target.advance(outputs, model_kwargs, taken)
 
         statistics.add_round(num_inputs - 1, int(accepted), taken, draft_bytes)
-        trace.add(row, statistics.rounds - 1, ids[0, -num_inputs:], int(accepted), text.ids[0, -taken:])
+        new_ids = text.ids[0, text.ids.shape[1] - taken :]
+        trace.add(row, statistics.rounds - 1, ids[0, -num_inputs:], int(accepted), new_ids)
     lockstep.instead_of_proposal()
 
 

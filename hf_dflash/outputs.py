@@ -130,8 +130,8 @@ class DFlashStatistics:
                 f"{self.rounds} rounds, so decoding is slower than without it (the text is still exactly right). "
                 "Usual causes: the draft was trained for another target or another version of it; thinking mode is "
                 "on though the draft was trained with it off (or the reverse); a prompt without the chat template "
-                "the draft was trained with; a draft that went through float16 or 4-bit quantisation; a block size "
-                "far above what this text supports."
+                "the draft was trained with; a draft that went through float16 or 4-bit quantisation; a target that "
+                "overflows in float16; a block size far above what this text supports."
             )
 
     def as_dict(self) -> dict[str, Any]:

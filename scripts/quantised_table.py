@@ -55,8 +55,11 @@ def examine(names: list[str]) -> None:
             try:
                 target = load(name, dtype)
                 for mode, prompts in PROMPTS.items():
-                    found = examine_target(target, prompts * (3 if name.startswith("awq") else 1), mode)
-                    record[mode] = {key: getattr(found, key) for key in ("texts", "same", "explained", "worst")}
+                    count = prompts * (3 if name.startswith("awq") else 1)
+                    found = examine_target(target, count, mode, kind.prompt)
+                    record[mode] = {
+                        key: getattr(found, key) for key in ("texts", "same", "explained", "worst", "varied")
+                    }
             except Exception as error:  # any package may refuse in any way; the table says how
                 if name not in REFUSED:
                     raise

@@ -8,6 +8,7 @@ Does not know: what is tested with them. `test_families.py` asserts that their g
 that repeats itself hides faults of a roll-back.
 """
 
+import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -15,6 +16,8 @@ import torch
 import transformers
 from packaging.version import Version
 from transformers import PreTrainedModel
+
+from hf_dflash.cache import CACHE_KEYWORD
 
 VOCAB = 384
 HIDDEN = 64
@@ -76,6 +79,11 @@ class Family:
     initializer_range: float = 0.4
     since: str = "5.17"
     adjust: Callable[[PreTrainedModel], None] | None = None
+
+    @property
+    def recurrent(self) -> bool:
+        """Whether a layer keeps a state, and not keys and values alone."""
+        return not {"full", "sliding", "chunked", "shared"} >= set(self.kinds)
 
     @property
     def available(self) -> bool:
@@ -384,3 +392,14 @@ MULTIMODAL_FAMILIES = {
 FAMILIES: dict[str, Family] = {
     name: family for name, family in {**ATTENTION_FAMILIES, **RECURRENT_FAMILIES}.items() if family.available
 }
+
+
+def takes_the_cache(name: str) -> bool:
+    """Before transformers 5.24, Mamba models call their cache `cache_params`, and hf_dflash finds none."""
+    model_class = getattr(transformers, FAMILIES[name].model_class)
+    return CACHE_KEYWORD in inspect.signature(model_class.forward).parameters
+
+
+#: Families that no draft can serve. Gemma 3n has several residual streams, so there is no tap.
+REFUSED = [name for name in FAMILIES if name == "gemma3n" or not takes_the_cache(name)]
+SERVED = [name for name in FAMILIES if name not in REFUSED]

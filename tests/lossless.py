@@ -5,6 +5,7 @@ Does not know: which families or options are tried.
 """
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -35,8 +36,17 @@ class Pair:
     statistics: DFlashStatistics
 
 
-def both(target, inputs: dict, pattern: Pattern, seed: int = 0, block_size: int = BLOCK, **options) -> Pair:
-    """Run plain generate, then the oracle that knows its text, from the same seed.
+def both(
+    target,
+    inputs: dict,
+    pattern: Pattern,
+    seed: int = 0,
+    block_size: int = BLOCK,
+    wrong: int | None = None,
+    trace: Path | None = None,
+    **options,
+) -> Pair:
+    """Run plain generate, then the oracle that knows its text, from the same seed; `wrong` is its wrong candidate.
 
     Options that hold a state are given as functions without arguments, so that each run gets a fresh one.
     """
@@ -50,9 +60,9 @@ def both(target, inputs: dict, pattern: Pattern, seed: int = 0, block_size: int 
     sequences = plain if isinstance(plain, torch.Tensor) else plain.sequences
     mask = inputs.get("attention_mask")
     references = [unpadded(row, None if mask is None else mask[i]) for i, row in enumerate(sequences)]
-    draft = oracle_draft(target, references, pattern, block_size=block_size)
+    draft = oracle_draft(target, references, pattern, block_size=block_size, wrong=wrong)
     statistics: list[DFlashStatistics] = []
-    ours = run(assistant_model=draft, stats=statistics.append)
+    ours = run(assistant_model=draft, stats=statistics.append, trace=trace)
     return Pair(plain, ours, statistics[0])
 
 

@@ -48,6 +48,7 @@ class OracleDraft(DFlashDraftModel):
     references: list[list[int]]
     pattern: Pattern
     strict: bool
+    wrong: int | None
 
     def __new__(cls, config, *args, **kwargs):
         return object.__new__(cls)
@@ -71,7 +72,8 @@ class OracleDraft(DFlashDraftModel):
             index = self._anchor + 1 + column
             token = reference[index] if index < len(reference) else 1
             # A wrong candidate is wrong on purpose; the right ones behind it must not count.
-            proposed[0, column] = (token + 1) % self.config.vocab_size if column == right else token
+            wrong = (token + 1) % self.config.vocab_size if self.wrong is None else self.wrong
+            proposed[0, column] = wrong if column == right else token
         return proposed
 
 
@@ -82,6 +84,7 @@ def oracle_draft(
     block_size: int = 8,
     taps: Sequence[int] = (0, 2),
     strict: bool = True,
+    wrong: int | None = None,
     **overrides,
 ) -> OracleDraft:
     """An oracle for `target`.
@@ -92,6 +95,7 @@ def oracle_draft(
         pattern: how many candidates of each round are right.
         block_size, taps: of the checkpoint that it plays.
         strict: fail where the text leaves the references, as it may only where rounding decides.
+        wrong: the wrong candidate; by default the id behind the right one.
     """
     config = target.config.get_text_config(decoder=True)
     draft_config = tiny_config(
@@ -108,6 +112,7 @@ def oracle_draft(
     draft.references = [list(map(int, reference)) for reference in references]
     draft.pattern = pattern
     draft.strict = strict
+    draft.wrong = wrong
     draft.rounds = 0
     draft._row = -1
     return draft

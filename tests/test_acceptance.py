@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from hf_dflash.acceptance import cut_at_first, greedy_choices, matching_prefix
+from hf_dflash.acceptance import cut_at_first, greedy_choices, matching_prefix, readable_rows
 
 
 def test_matching_prefix_against_a_loop():
@@ -40,6 +40,15 @@ def test_cut_at_first(stop, length, wanted):
 def test_rows_are_cut_on_their_own():
     stops = torch.tensor([[False, True, False], [True, True, True], [False, False, False]])
     assert cut_at_first(stops, torch.tensor([3, 3, 3])).tolist() == [2, 1, 3]
+
+
+@pytest.mark.parametrize("broken, wanted", [([], 3), ([0], 0), ([1], 1), ([2], 2), ([0, 2], 0), ([1, 2], 1)])
+def test_rows_are_readable_up_to_the_first_that_is_no_number(broken, wanted):
+    logits = torch.randn(2, 3, 7)
+    logits[0, :, 3] = -torch.inf  # a suppressed token, and one that overflows, leave a row readable
+    logits[0, 1, 5] = torch.inf
+    logits[0, broken, 4] = torch.nan
+    assert readable_rows(logits).tolist() == [wanted, 3]
 
 
 def test_greedy_choices_take_the_first_of_equal_logits():

@@ -55,6 +55,23 @@ def test_a_stop_inside_a_block_cuts_it(one_by_one):
     assert (accepted.tolist(), committed.tolist()) == ([2], [2])
 
 
+@pytest.mark.parametrize("one_by_one", [False, True])
+@pytest.mark.parametrize("readable, committed", [(0, []), (1, [3]), (2, [3, 4]), (3, [3, 4, 5]), (4, [3, 4, 5, 6])])
+def test_a_block_counts_as_far_as_its_logits_are_numbers(one_by_one, readable, committed):
+    continuation = text(processors=[Counting()] if one_by_one else [])
+    logits = logits_saying(3, 4, 5, 6)
+    logits[:, readable:] = torch.nan
+    accepted, taken = continuation.accept(logits, torch.tensor([[3, 4, 5]]))
+    assert (accepted.tolist(), taken.tolist()) == ([max(0, readable - 1)], [readable])
+    assert continuation.ids.tolist() == [[1, 2, *committed]]
+
+
+def test_an_anchor_that_is_no_number_even_alone_is_decided_as_by_plain_generate():
+    continuation = text()
+    continuation.accept(torch.full((1, 1, 10), torch.nan), torch.empty(1, 0, dtype=torch.long))
+    assert continuation.ids.tolist() == [[1, 2, 0]]
+
+
 def test_equal_logits_go_to_the_first_token_either_way():
     tied = torch.zeros(1, 1, 10)
     for processors in ([], [Counting()]):

@@ -1,33 +1,16 @@
 """Exactness of `generate` on targets with recurrent, convolution and mixed layers: family x pattern x mode."""
 
-import inspect
-
 import pytest
 import torch
-import transformers
-from families import FAMILIES
+from families import FAMILIES, REFUSED, SERVED
 from lossless import PATTERNS, assert_same, assert_varied, both, prompt
 from oracle import fixed, oracle_draft, randomly
 from transformers import DynamicCache
 
-from hf_dflash.cache import CACHE_KEYWORD
 from hf_dflash.errors import DFlashError
 
 NEW = 32
-ATTENTION_KINDS = {"full", "sliding", "chunked", "shared"}
-
-
-def takes_the_cache(name: str) -> bool:
-    """Before transformers 5.24, Mamba models call their cache `cache_params`, and hf_dflash finds none."""
-    model_class = getattr(transformers, FAMILIES[name].model_class)
-    return CACHE_KEYWORD in inspect.signature(model_class.forward).parameters
-
-
-#: Gemma 3n has several residual streams, so there is no tap.
-REFUSED = [name for name in FAMILIES if name == "gemma3n" or not takes_the_cache(name)]
-RECURRENT = [
-    name for name, family in FAMILIES.items() if not set(family.kinds) <= ATTENTION_KINDS and name not in REFUSED
-]
+RECURRENT = [name for name in SERVED if FAMILIES[name].recurrent]
 MODES = {"greedy": {"do_sample": False}, "sampled": {"do_sample": True, "temperature": 0.9, "top_k": 0}}
 _built: dict[str, torch.nn.Module] = {}
 

@@ -31,16 +31,17 @@ def test_the_text_is_that_of_plain_generate_or_rounding_explains_it(name, dtype)
     target = loaded(name, dtype)
     assert target.dtype is dtype
     for mode in MODES:
-        findings = examine(target, 2, mode)
+        findings = examine(target, 2, mode, KINDS[name].prompt)
         assert findings.unexplained == 0, findings
         assert len(findings.accepted) > 2
+        assert findings.varied == findings.texts
 
 
 @pytest.mark.parametrize("name, dtype", [("awq-128", torch.float16), ("awq-64", torch.float32)], ids=str)
 def test_awq_with_the_torch_backend_is_exact(name, dtype):
     # In float16 one text in twelve may meet a tie of two logits, and does with groups of 32 and 64; see the docs.
     findings = examine(loaded(name, dtype), 12)
-    assert findings.same == findings.texts == 12, findings
+    assert findings.same == findings.texts == findings.varied == 12, findings
 
 
 @pytest.mark.parametrize("name", [name for name, kind in KINDS.items() if kind.dense is not None])

@@ -23,7 +23,7 @@ PROMPTS = [1, 3, 4, 11, 70]
 #: logit at most. A state of another position differs by as much as the largest logit itself.
 ROUNDING = 2e-4
 EXACT = list(FAMILIES)
-RECURRENT = [name for name in EXACT if not {"full", "sliding", "chunked", "shared"} >= set(FAMILIES[name].kinds)]
+RECURRENT = [name for name in EXACT if FAMILIES[name].recurrent]
 _models: dict[str, nn.Module] = {}
 _texts: dict[tuple[str, int], tuple[torch.Tensor, torch.Tensor]] = {}
 

@@ -1,7 +1,7 @@
 """The target's cache during one call: which of its layers can be rolled back, and how they are swapped in and out.
 
 Owns: the choice of a stand-in for every layer object of a transformers cache, the refusal of what has none, and the
-order enter, begin_block, commit, exit.
+order enter, begin_block, commit or roll_back, exit.
 
 Does not know: how a layer kind rolls back (a file each), the decoding loop, the draft.
 """
@@ -91,8 +91,7 @@ class TargetCache:
             if self._unfinished_commit is not None:
                 self.commit(*self._unfinished_commit)
             elif exc_type is not None or self._block_open:
-                for layer in self._block_layers:
-                    layer.roll_back()
+                self.roll_back()
         finally:
             self._hand_back()
 
@@ -158,6 +157,13 @@ class TargetCache:
             layer.commit(rows, verified)
         self._block_open = False
         self._unfinished_commit = None
+
+    @torch.no_grad()
+    def roll_back(self) -> None:
+        """Forget what was read since the last `begin_block`."""
+        for layer in self._block_layers:
+            layer.roll_back()
+        self._block_open = False
 
 
 def _refuse_other_caches(cache: Cache) -> None:

@@ -1,0 +1,79 @@
+"""A candidate that overflows makes what stands before it in the same forward unreadable; the text must not change.
+
+In float16 that happens to real targets (Gemma 3): attention multiplies hidden keys and values by zero, and zero times
+infinity is no number. Here the embedding of one id that no text contains is infinite, in float32.
+"""
+
+import json
+from contextlib import contextmanager
+
+import pytest
+import torch
+from families import FAMILIES, SERVED
+from lossless import BLOCK, assert_same, assert_varied, both, prompt
+from oracle import fixed, none_right, randomly
+
+NEW = 24
+MODES = {"greedy": {"do_sample": False}, "sampled": {"do_sample": True, "temperature": 0.9, "top_k": 0}}
+
+
+@contextmanager
+def overflowing(target, token: int):
+    """The embedding of an id is infinite."""
+
+    def overflow(_module, inputs, output):
+        return output.masked_fill((inputs[0] == token)[..., None], float("inf"))
+
+    handle = target.get_input_embeddings().register_forward_hook(overflow)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+def unused_token(target, seed: int, mode: str) -> int:
+    """An id that is neither in the prompt nor in plain generate's text."""
+    torch.manual_seed(seed)
+    text = target.generate(prompt(), max_new_tokens=NEW, **MODES[mode])
+    return min(set(range(5, 300)) - set(text[0].tolist()))
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("name", SERVED)
+def test_a_rejected_candidate_that_overflows_changes_nothing(name, mode):
+    target = FAMILIES[name].build(0)
+    token = unused_token(target, 0, mode)
+    with overflowing(target, token):
+        pattern = randomly(2, BLOCK - 2)
+        pair = both(target, {"inputs": prompt()}, pattern, wrong=token, max_new_tokens=NEW, **MODES[mode])
+    assert_varied(pair.plain, NEW)
+    assert_same(pair)
+
+
+def test_a_block_that_was_read_in_vain_leaves_no_trace(tmp_path):
+    target = FAMILIES["llama"].build(0)
+    token = unused_token(target, 0, "greedy")
+    records = {"return_dict_in_generate": True, "output_scores": True, "output_hidden_states": True}
+    with overflowing(target, token):
+        options = {"max_new_tokens": NEW, "do_sample": False, "wrong": token, **records}
+        pair = both(target, {"inputs": prompt()}, fixed(2), trace=tmp_path / "trace.jsonl", **options)
+    assert_same(pair)
+    figures = pair.statistics
+    assert figures.committed.count(0) > 2
+    # Behind a block that yielded nothing, the anchor is read alone.
+    for committed, proposed in zip(figures.committed, figures.proposed[1:], strict=False):
+        assert (committed == 0) == (proposed == 0)
+    assert sum(figures.committed) + 1 == NEW
+    rounds = [json.loads(line) for line in (tmp_path / "trace.jsonl").read_text().splitlines()]
+    assert [len(each["committed"]) for each in rounds] == figures.committed
+    assert sum((each["committed"] for each in rounds), []) == pair.ours.sequences[0, -NEW + 1 :].tolist()
+
+
+def test_a_target_that_overflows_by_itself_is_followed():
+    """Plain generate goes on with whatever argmax makes of it, and so does the draft."""
+    target = FAMILIES["llama"].build(0)
+    text = target.generate(prompt(), max_new_tokens=NEW, do_sample=False)
+    with overflowing(target, int(text[0, -8])):
+        pair = both(target, {"inputs": prompt()}, none_right, max_new_tokens=NEW, do_sample=False)
+    assert pair.plain[0, -8:].tolist() != text[0, -8:].tolist()
+    assert_same(pair)
