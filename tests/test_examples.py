@@ -43,8 +43,9 @@ def test_the_draft_of_the_example_is_made_from_packages_alone(tmp_path):
         **os.environ,
         "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
         "PYTHONPATH": str(EXAMPLES.parent),
-        "PROMPTS": "24",
+        "PROMPTS": "12",
         "COUNT": "1",
+        "TOKENS": "16",
     }
     flags = ["--max-steps", "2", "--held-out", "4", "--final-prompts", "1", "--anchors", "8"]
     command = ["bash", str(EXAMPLES / "smollm2_draft" / "make.sh"), str(tmp_path), *flags]
@@ -55,7 +56,7 @@ def test_the_draft_of_the_example_is_made_from_packages_alone(tmp_path):
         figures = [line for line in done.stdout.splitlines() if "run/draft" in line and "tau" in line]
         assert [any(kind in line for line in figures) for kind in ("HumanEval", "everyday", "speed-up")] == [True] * 3
         made.append({path: path.stat().st_mtime_ns for path in tmp_path.rglob("*") if path.is_file()})
-    assert len((tmp_path / "prompts.jsonl").read_text().splitlines()) == 24
+    assert len((tmp_path / "prompts.jsonl").read_text().splitlines()) == 12
     assert load_draft(tmp_path / "run" / "draft").config.block_size == 6
     for name in ("target/model.safetensors", "prompts.jsonl", "responses.jsonl", "evaluation/held_out.jsonl"):
         assert made[0][tmp_path / name] == made[1][tmp_path / name], name

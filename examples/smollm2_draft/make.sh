@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Make the draft, from packages alone: `bash make.sh WORK_FOLDER [flags of hf-dflash train]`. Every step goes on where it
-# was stopped. PROMPTS (default 6000), THREADS (2) and COUNT (40 of each kind to measure on) can be set; 6000 prompts are
-# about a million tokens of responses. For a look at every step in a few minutes:
+# was stopped. PROMPTS (default 6000), THREADS (2), COUNT (prompts of each kind to measure on, 40) and TOKENS (of their
+# answers, 256) can be set; 6000 prompts are about a million tokens of responses. For a look at every step in minutes:
 #     PROMPTS=100 COUNT=2 bash make.sh /tmp/look --max-steps 20
 set -euo pipefail
 work=$(realpath -m "${1:?usage: make.sh WORK_FOLDER [flags of hf-dflash train]}")
@@ -35,6 +35,6 @@ python -m hf_dflash train --config training.yaml --target "$work/target" --data 
     "${resume[@]}" "$@"
 
 evaluate=(python evaluate.py --target "$work/target" --drafts "$work/run/draft" --work "$work/evaluation" --threads "$OMP_NUM_THREADS"
-    --count "${COUNT:-40}")
+    --count "${COUNT:-40}" --tokens "${TOKENS:-256}")
 "${evaluate[@]}"
 "${evaluate[@]}" --decode
