@@ -198,7 +198,9 @@ def test_what_was_measured_outlives_an_end_in_the_middle(run_cli, tiny_folders, 
     pair = ["-t", tiny_folders.target, "-d", tiny_folders.draft]
     ended = run_cli("bench", *pair, "-p", "chat:4", "-n", "4", "-m", "dflash", "--out", tmp_path)
     stored = report.Results.read_json(tmp_path / "results.json")
-    assert [run.method for run in stored.runs] == ["plain", "dflash"] * 2
+    assert sorted((run.prompt, run.method) for run in stored.runs) == [
+        (prompt.name, method) for prompt in load_prompts("chat:2") for method in ("dflash", "plain")
+    ]
     assert {path.suffix for path in tmp_path.iterdir()} <= {".json", ".csv", ".md", ".png"}
     if isinstance(end, KeyboardInterrupt):
         assert ended.code == 130
@@ -214,7 +216,8 @@ def test_bench_interrupted_before_the_first_prompt_reports_nothing(run_cli, tiny
         raise KeyboardInterrupt
 
     monkeypatch.setattr(runner, "_warm_up", end)
-    assert run_cli("bench", "-t", tiny_folders.target, "-d", tiny_folders.draft, "--out", tmp_path) == (130, "", "")
+    ended = run_cli("bench", "-t", tiny_folders.target, "-d", tiny_folders.draft, "--out", tmp_path)
+    assert (ended.code, ended.out) == (130, "")
     assert list(tmp_path.iterdir()) == []
 
 
