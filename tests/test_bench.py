@@ -196,11 +196,12 @@ def test_what_was_measured_outlives_an_end_in_the_middle(run_cli, tiny_folders, 
 
     monkeypatch.setattr(runner, "_run_prompt", ends_in_the_third_prompt)
     pair = ["-t", tiny_folders.target, "-d", tiny_folders.draft]
-    ended = run_cli("bench", *pair, "-p", "chat:4", "-n", "4", "-m", "dflash", "--out", tmp_path)
+    ended = run_cli("bench", *pair, "-p", "chat:4", "-n", "4", "-m", "dflash", "-m", "authors", "--out", tmp_path)
     stored = report.Results.read_json(tmp_path / "results.json")
     assert sorted((run.prompt, run.method) for run in stored.runs) == [
         (prompt.name, method) for prompt in load_prompts("chat:2") for method in ("dflash", "plain")
     ]
+    assert list(stored.left_out) == ["authors"]
     assert {path.suffix for path in tmp_path.iterdir()} <= {".json", ".csv", ".md", ".png"}
     if isinstance(end, KeyboardInterrupt):
         assert ended.code == 130

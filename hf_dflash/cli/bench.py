@@ -150,13 +150,13 @@ def _measure(
                 pair = load_pair(target, draft, **loading)
                 results.settings["dtype"] = str(pair.target.dtype).removeprefix("torch.")
                 methods, left_out = methods_of(plan, pair)
+                results.left_out |= left_out
                 for runs in run_pair(pair, plan, methods, lambda text, advance=advance: advance(description=text)):
                     results.runs += runs
                     results.write_json(path)
             except PairingError as error:
                 results.left_out[f"{target} + {draft}"] = str(error)
                 continue
-            results.left_out |= left_out
             progress.update(task, completed=plan.count(), description=f"{name}: done")
     if not results.runs:
         raise PairingError("No draft belongs to any target: " + " ".join(results.left_out.values()))
