@@ -14,6 +14,10 @@ from oracle import Pattern, fixed, none_right, oracle_draft, randomly
 from hf_dflash.outputs import DFlashStatistics
 
 BLOCK = 6
+MODES = {
+    "greedy": {"do_sample": False},
+    "sampled": {"do_sample": True, "temperature": 0.9, "top_k": 0},
+}
 PATTERNS: dict[str, Pattern] = {
     "none": none_right,
     **{f"fixed{k}": fixed(k) for k in range(1, BLOCK - 1)},

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 from families import FAMILIES
-from lossless import prompt
+from lossless import MODES, prompt
 from oracle import fixed, oracle_draft, randomly
 from torch import distributed
 from transformers import AutoModelForCausalLM
@@ -20,7 +20,6 @@ from hf_dflash import UnsupportedOptionError
 
 BLOCK = 6
 NEW = 24
-MODES = {"greedy": {"do_sample": False}, "sampled": {"do_sample": True, "temperature": 0.9, "top_k": 0}}
 
 
 def decode(target, text, pattern, seed: int, ids: torch.LongTensor | None = None, **options) -> dict:

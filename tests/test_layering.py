@@ -16,6 +16,7 @@ PACKAGE = Path(__file__).parent.parent / "hf_dflash"
 
 LEVELS = {
     "errors": 0,
+    "files": 0,
     "version": 0,
     "configuration_dflash": 1,
     "acceptance": 1,

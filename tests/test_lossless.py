@@ -3,16 +3,12 @@
 import pytest
 import torch
 from families import FAMILIES, SERVED
-from lossless import BLOCK, PATTERNS, assert_same, assert_varied, both, fresh, is_close, prompt, unpadded
+from lossless import BLOCK, MODES, PATTERNS, assert_same, assert_varied, both, fresh, is_close, prompt, unpadded
 from oracle import all_right, fixed, none_right, oracle_draft, randomly
 from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteria, StoppingCriteriaList
 
 NEW = 32
 ATTENTION_FAMILIES = [name for name in SERVED if not FAMILIES[name].recurrent]
-MODES = {
-    "greedy": {"do_sample": False},
-    "sampled": {"do_sample": True, "temperature": 0.9, "top_k": 0},
-}
 _built: dict[str, torch.nn.Module] = {}
 
 

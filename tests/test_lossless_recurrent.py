@@ -3,7 +3,7 @@
 import pytest
 import torch
 from families import FAMILIES, REFUSED, SERVED
-from lossless import PATTERNS, assert_same, assert_varied, both, prompt
+from lossless import MODES, PATTERNS, assert_same, assert_varied, both, prompt
 from oracle import fixed, oracle_draft, randomly
 from transformers import DynamicCache
 
@@ -11,7 +11,6 @@ from hf_dflash.errors import DFlashError
 
 NEW = 32
 RECURRENT = [name for name in SERVED if FAMILIES[name].recurrent]
-MODES = {"greedy": {"do_sample": False}, "sampled": {"do_sample": True, "temperature": 0.9, "top_k": 0}}
 _built: dict[str, torch.nn.Module] = {}
 
 

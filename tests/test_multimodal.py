@@ -11,7 +11,7 @@ import pytest
 import torch
 import transformers
 from families import BEGIN_IMAGE, END_IMAGE, IMAGE, MULTIMODAL_FAMILIES, VOCAB
-from lossless import PATTERNS, assert_same, assert_varied, both, prompt
+from lossless import MODES, PATTERNS, assert_same, assert_varied, both, prompt
 from oracle import fixed, oracle_draft, randomly
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import DynamicCache, PreTrainedTokenizerFast
@@ -21,7 +21,6 @@ from hf_dflash.target import Target
 PIL = pytest.importorskip("PIL.Image")
 
 NEW = 24
-MODES = {"greedy": {"do_sample": False}, "sampled": {"do_sample": True, "temperature": 0.9, "top_k": 0}}
 _built: dict[str, torch.nn.Module] = {}
 
 

@@ -7,13 +7,13 @@ anything was measured, what plots look like.
 import csv
 import json
 import math
-import os
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
 from hf_dflash.bench.runner import Run
 from hf_dflash.bench.summary import Row, summarise
+from hf_dflash.files import write_whole
 
 
 @dataclass
@@ -38,9 +38,7 @@ class Results:
         runs = known.pop("runs")
         head = json.dumps(known, indent=1, ensure_ascii=False).removesuffix("\n}")
         lines = ",\n".join(f"  {json.dumps(run, ensure_ascii=False)}" for run in runs)
-        partial = path.with_name(path.name + ".partial")
-        partial.write_text(f'{head},\n "runs": [\n{lines}\n ]\n}}\n', encoding="utf-8")
-        os.replace(partial, path)
+        write_whole(path, f'{head},\n "runs": [\n{lines}\n ]\n}}\n')
 
     @classmethod
     def read_json(cls, path: Path) -> "Results":

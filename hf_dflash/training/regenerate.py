@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from ..errors import TrainingError
+from ..files import write_whole
 from .prompts import Prompt, batches
 
 
@@ -182,6 +183,4 @@ def _check_settings(out: Path, model: Any, settings: RegenerationSettings) -> No
             "another --out"
         )
     else:
-        partial = path.with_name(path.name + ".part")
-        partial.write_text(json.dumps(wanted, indent=2) + "\n", encoding="utf-8")
-        os.replace(partial, path)
+        write_whole(path, json.dumps(wanted, indent=2) + "\n")

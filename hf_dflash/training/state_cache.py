@@ -20,6 +20,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 from ..errors import TrainingError
+from ..files import write_whole
 from .records import Record
 from .states import StateCapture
 
@@ -79,9 +80,7 @@ def build_state_cache(
             shard, pending, rows = shard + 1, [], 0
         if on_batch is not None:
             on_batch(min(at + batch_size, len(ordered)))
-    partial = index_path.with_name("index.json.part")
-    partial.write_text(json.dumps({"description": description, "records": entries}), encoding="utf-8")
-    os.replace(partial, index_path)
+    write_whole(index_path, json.dumps({"description": description, "records": entries}))
     return folder
 
 

@@ -7,7 +7,6 @@ Does not know: files of data, the command line, layouts. Logging, mixed precisio
 """
 
 import json
-import os
 import shutil
 import signal
 from collections.abc import Sequence
@@ -20,6 +19,7 @@ from transformers.trainer_utils import get_last_checkpoint
 from transformers.utils import logging
 
 from ..errors import TrainingError
+from ..files import write_whole
 from ..modeling_dflash import DFlashDraftModel
 from ..target import Target
 from .evaluation import Acceptance, measure_acceptance
@@ -94,9 +94,7 @@ class CompleteCheckpoints(TrainerCallback):
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         folder = Path(args.output_dir) / f"checkpoint-{state.global_step}"
         if state.is_world_process_zero and folder.is_dir():
-            partial = folder / f"{COMPLETE}.part"
-            partial.write_text(json.dumps({"step": state.global_step}), encoding="utf-8")
-            os.replace(partial, folder / COMPLETE)
+            write_whole(folder / COMPLETE, json.dumps({"step": state.global_step}))
 
 
 class StopOnInterrupt(TrainerCallback):
