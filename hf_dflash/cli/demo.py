@@ -15,8 +15,8 @@ from hf_dflash.cli.generate import Answer, messages
 from hf_dflash.cli.show import acceptance_bars, comparison_words, two_columns
 from hf_dflash.comparison import Comparison
 
-# A small model's two best tokens are often within bfloat16 rounding; on this prompt they were not where it was tried. The
-# draft was not trained on it, and its speed-up is that of everyday prompts in the middle.
+# A small model's two best tokens are often within bfloat16 rounding; on this prompt they were not where it was tried.
+# The draft was not trained on it, and its speed-up is that of everyday prompts in the middle.
 PROMPT = "How do I change a flat tyre?"
 
 
