@@ -50,7 +50,7 @@ def by_walking(draft, target: Target, records: list[dict]) -> dict[str, Acceptan
 
 def by_decoding(draft, model, records: list[dict], tokens: int) -> dict[str, dict[str, float]]:
     """Tau and the median speed-up over plain generate: one process, each prompt once plain and once drafted."""
-    figures: dict[str, list[tuple[list[int], float]]] = {}
+    figures: dict[str, list[tuple[int, int, float]]] = {}
     for record in records:
         ids = torch.tensor([record["prompt_ids"]])
         options = {
@@ -69,23 +69,15 @@ def by_decoding(draft, model, records: list[dict], tokens: int) -> dict[str, dic
             (middle - began) / (plain.shape[1] - ids.shape[1]),
             (ended - middle) / (fast.shape[1] - ids.shape[1]),
         ]
-        figures.setdefault(record["kind"], []).append((stats[0].committed, per_token[0] / per_token[1]))
-    return {kind: _summary(rows) for kind, rows in figures.items()}
-
-
-def _summary(rows: list[tuple[list[int], float]]) -> dict[str, float]:
-    """Figures of one kind from each prompt's tokens per round and its speed-up.
-
-    A round that committed n tokens accepted n - 1 candidates: [3, 1] is position 1 in one round of two, position 2 in
-    one of two.
-    """
-    rounds = [committed for per_prompt, _ in rows for committed in per_prompt]
-    shares = [sum(n > k for n in rounds) / len(rounds) for k in range(1, max(rounds))]
+        entry = (sum(stats[0].committed), stats[0].rounds, per_token[0] / per_token[1])
+        figures.setdefault(record["kind"], []).append(entry)
     return {
-        "tau": statistics.mean(rounds),
-        "mean tau of prompts": statistics.mean(statistics.mean(per_prompt) for per_prompt, _ in rows if per_prompt),
-        "median speed-up": statistics.median(speed_up for _, speed_up in rows),
-        **{f"accepted at {k}": share for k, share in enumerate(shares, start=1)},
+        kind: {
+            "tau": sum(c for c, _, _ in rows) / sum(r for _, r, _ in rows),
+            "mean tau of prompts": statistics.mean(c / r for c, r, _ in rows if r),
+            "median speed-up": statistics.median(s for _, _, s in rows),
+        }
+        for kind, rows in figures.items()
     }
 
 
