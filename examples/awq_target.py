@@ -1,4 +1,4 @@
-"""An AWQ target with a draft in bfloat16: the draft is loaded as always, only the target is quantised.
+"""An AWQ target with a draft in bfloat16: the draft is loaded as always, only the target is quantized.
 
 Needs the extra `awq` (gptqmodel) and an AWQ checkpoint, so give its name:
 
@@ -14,7 +14,7 @@ import hf_dflash
 
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
 parser.add_argument("target", help="an AWQ checkpoint")
-parser.add_argument("draft", help="the draft of the unquantised target")
+parser.add_argument("draft", help="the draft of the unquantized target")
 names = parser.parse_args()
 
 tokenizer = AutoTokenizer.from_pretrained(names.target)

@@ -10,10 +10,9 @@ from pathlib import Path
 
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from hf_dflash.bench.smollm2 import draft_folder, target_folder
-from hf_dflash.hub import export_draft
+from hf_dflash import demo_draft, demo_target, export_draft
 
-TARGET, DRAFT = sys.argv[1:3] or (target_folder(say=print), draft_folder())
+TARGET, DRAFT = sys.argv[1:3] or (demo_target(log=print), demo_draft())
 
 with tempfile.TemporaryDirectory() as work:
     folder = export_draft(DRAFT, Path(work) / "my-draft", target="HuggingFaceTB/SmolLM2-135M-Instruct")

@@ -8,10 +8,7 @@ python examples/evaluation_loop.py [--target T --draft D] [--prompts chat:4] [--
 import argparse
 import json
 
-from hf_dflash import compare
-from hf_dflash.bench.pair import encode, load_pair
-from hf_dflash.bench.prompts import load_prompts
-from hf_dflash.bench.smollm2 import draft_folder, target_folder
+from hf_dflash import compare, demo_draft, demo_target, encode, load_pair, load_prompts
 
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
 parser.add_argument("--target", default=None)
@@ -21,7 +18,7 @@ parser.add_argument("--tokens", type=int, default=32)
 parser.add_argument("--out", default=None, help="JSONL file for the answers")
 chosen = parser.parse_args()
 
-pair = load_pair(chosen.target or str(target_folder(say=print)), chosen.draft or str(draft_folder()))
+pair = load_pair(chosen.target or str(demo_target(log=print)), chosen.draft or str(demo_draft()))
 answers = []
 for prompt in load_prompts(chosen.prompts):
     inputs = encode(pair, prompt.messages)

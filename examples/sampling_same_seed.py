@@ -12,9 +12,8 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import hf_dflash
-from hf_dflash.bench.smollm2 import draft_folder, target_folder
 
-TARGET, DRAFT = sys.argv[1:3] or (target_folder(say=print), draft_folder())
+TARGET, DRAFT = sys.argv[1:3] or (hf_dflash.demo_target(log=print), hf_dflash.demo_draft())
 
 tokenizer = AutoTokenizer.from_pretrained(TARGET)
 target = AutoModelForCausalLM.from_pretrained(TARGET, dtype=torch.float32, device_map="auto")

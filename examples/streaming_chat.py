@@ -9,10 +9,9 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache, TextStreamer
 
 import hf_dflash
-from hf_dflash.bench.smollm2 import draft_folder, target_folder
-from hf_dflash.cache import CACHE_KEYWORD
+from hf_dflash import CACHE_KEYWORD
 
-TARGET, DRAFT = sys.argv[1:3] or (target_folder(say=print), draft_folder())
+TARGET, DRAFT = sys.argv[1:3] or (hf_dflash.demo_target(log=print), hf_dflash.demo_draft())
 TURNS = ["What is a hash table?", "Name one use of it."]
 
 tokenizer = AutoTokenizer.from_pretrained(TARGET)

@@ -1,6 +1,6 @@
 """What is decoded with: a target, its tokenizer and a draft.
 
-Owns: loading them from names and a few words (dtype, quantisation, device), and turning prompts and sampling choices
+Owns: loading them from names and a few words (dtype, quantization, device), and turning prompts and sampling choices
 into arguments of `generate`. Does not know: decoding, the command line.
 """
 
@@ -22,12 +22,12 @@ from transformers import (
 )
 from transformers.utils import logging
 
-from hf_dflash.errors import MissingPackageError, UnsupportedOptionError
-from hf_dflash.loading import load_draft
-from hf_dflash.modeling_dflash import DFlashDraftModel
+from hf_dflash.draft.errors import MissingPackageError, UnsupportedOptionError
+from hf_dflash.draft.loading import load_draft
+from hf_dflash.draft.modeling_dflash import DFlashDraftModel
 
 DTYPES = ("auto", "bfloat16", "float16", "float32")
-#: How a checkpoint was quantised, in its config's words -> the extra of hf-dflash that brings what loads it.
+#: How a checkpoint was quantized, in its config's words -> the extra of hf-dflash that brings what loads it.
 EXTRAS = {
     "awq": "awq",
     "gptq": "gptq",
@@ -48,13 +48,14 @@ class Pair:
     draft: DFlashDraftModel
     target_name: str
     draft_name: str
-    template: dict[str, Any] = field(default_factory=dict)
+    chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
 
 
-def load_pair(target: str, draft: str, template: dict[str, Any] | None = None, **options: Any) -> Pair:
+def load_pair(target: str, draft: str, chat_template_kwargs: dict[str, Any] | None = None, **options: Any) -> Pair:
     """Load both; options are those of `load_target`. The draft goes to the device of the target's first layers."""
     model, tokenizer = load_target(target, **options)
-    return Pair(model, tokenizer, load_draft(draft, device_map=str(model.device)), target, draft, template or {})
+    network = load_draft(draft, device_map=str(model.device))
+    return Pair(model, tokenizer, network, target, draft, chat_template_kwargs or {})
 
 
 def load_target(
@@ -72,14 +73,14 @@ def load_target(
         gguf_file: which file of the folder or repository to read, where it holds GGUF files.
 
     Raises:
-        UnsupportedOptionError: unknown dtype or quantisation.
-        MissingPackageError: a package that the checkpoint or the quantisation needs is not installed, or is too old.
+        UnsupportedOptionError: unknown dtype or quantization.
+        MissingPackageError: a package that the checkpoint or the quantization needs is not installed, or is too old.
     """
     if dtype not in DTYPES:
         raise UnsupportedOptionError(f"The dtype '{dtype}' is unknown; choose one of {', '.join(DTYPES)}.")
     be_quiet()
     shared = {"trust_remote_code": trust_remote_code, **({"gguf_file": gguf_file} if gguf_file else {})}
-    # Named only where it was asked for: a None would go before the entry of a quantised checkpoint.
+    # Named only where it was asked for: a None would go before the entry of a quantized checkpoint.
     given = {"quantization_config": quantization_config(quantization)} if quantization else {}
     try:
         model = AutoModelForCausalLM.from_pretrained(name, dtype=dtype, device_map=device_map, **given, **shared)
@@ -137,10 +138,10 @@ def quantization_config(name: str) -> Any:
         "quanto-int8": ("optimum", "quanto", lambda: QuantoConfig(weights="int8")),
     }
     if name not in kinds:
-        raise UnsupportedOptionError(f"The quantisation '{name}' is unknown; choose one of {', '.join(kinds)}.")
+        raise UnsupportedOptionError(f"The quantization '{name}' is unknown; choose one of {', '.join(kinds)}.")
     module, extra, make = kinds[name]
     if find_spec(module) is None:
-        raise MissingPackageError(f'The quantisation {name} needs a package: pip install "hf-dflash[{extra}]".')
+        raise MissingPackageError(f'The quantization {name} needs a package: pip install "hf-dflash[{extra}]".')
     return make()
 
 
@@ -173,6 +174,6 @@ def encode(pair: Pair, prompt: str | list[dict[str, str]]) -> BatchEncoding:
             "The target's tokenizer has no chat template: give a plain prompt instead of a chat."
         )
     inputs = tokenizer.apply_chat_template(
-        prompt, add_generation_prompt=True, return_tensors="pt", return_dict=True, **pair.template
+        prompt, add_generation_prompt=True, return_tensors="pt", return_dict=True, **pair.chat_template_kwargs
     )
     return inputs.to(pair.target.device)

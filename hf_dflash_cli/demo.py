@@ -1,76 +1,118 @@
-"""`hf-dflash demo`: a real chat model answers with and without its draft.
+"""`hf-dflash demo`: a small chat model answers a few prompts with and without its draft.
 
-Owns: the demonstration's prompt and what it shows. Does not know: where the models lie, how they decode.
+Which prompts and what the summary shows; finding the models is left to `hf_dflash.smollm2`.
 """
 
-from typing import Annotated
+from __future__ import annotations
+
+import statistics
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
+from rich.table import Table
 
-from hf_dflash.bench.pair import load_pair, sampling_arguments
-from hf_dflash.bench.smollm2 import draft_folder, target_folder
-from hf_dflash.cli import options
-from hf_dflash.cli.generate import Answer, messages
-from hf_dflash.cli.show import acceptance_bars, comparison_words, two_columns
-from hf_dflash.comparison import Comparison
+from hf_dflash_cli import options
+from hf_dflash_cli.show import acceptance_bars, comparison_words
 
-# A small model's two best tokens are often within bfloat16 rounding; on this prompt they were not where it was tried.
-# The draft was not trained on it, and its speed-up is that of everyday prompts in the middle.
-PROMPT = "How do I change a flat tyre?"
+if TYPE_CHECKING:
+    from hf_dflash.decoding.comparison import Comparison
+    from hf_dflash_cli.answer import Answer
+
+#: Kind -> prompt, one each of code, explanation and list. The draft was trained on none of them.
+PROMPTS = {
+    "code": "Write a Python function that returns the second largest number in a list.",
+    "explanation": "How do I change a flat tire?",
+    "list": "Give me ten tips for staying healthy.",
+}
 
 
 def demo(
-    prompt: Annotated[str, typer.Argument(help="What the chat model is asked.")] = PROMPT,
+    prompt: Annotated[
+        list[str] | None, typer.Option("--prompt", "-p", help="Your own prompt instead; may be repeated.")
+    ] = None,
     max_new_tokens: options.MaxNewTokens = 128,
     block_size: options.BlockSize = None,
     temperature: options.Temperature = 0.0,
     seed: options.Seed = 0,
     dtype: options.Dtype = "bfloat16",
+    draft: Annotated[str | None, typer.Option("--draft", "-d", help="Another draft for SmolLM2-135M-Instruct.")] = None,
 ) -> None:
-    """Let SmolLM2-135M-Instruct answer twice, plainly and through its draft, and compare.
+    """Answer a few prompts with and without a draft, and compare.
 
-    The first run fetches and unpacks the model; later runs work offline.
+    The model is SmolLM2-135M-Instruct. The first run downloads and unpacks it; later runs work offline.
     """
+    from hf_dflash.pair import load_pair, sampling_arguments
+    from hf_dflash.smollm2 import demo_draft, demo_target
+    from hf_dflash_cli.answer import Answer, messages
+
     console = Console(highlight=False)
-    folder, draft = target_folder(say=console.print), draft_folder()
-    pair = load_pair(str(folder), str(draft), dtype=dtype)
+    folder, draft = demo_target(log=console.print), draft or str(demo_draft(log=console.print))
+    pair = load_pair(str(folder), draft, dtype=dtype)
     arguments = {"max_new_tokens": max_new_tokens, **sampling_arguments(temperature)}
     drafting = {"block_size": block_size} if block_size else {}
+    prompts = {f"prompt {number}": text for number, text in enumerate(prompt, start=1)} if prompt else PROMPTS
 
-    warm_up = Answer(pair, messages(prompt, None), {**arguments, "max_new_tokens": 16}, seed)
+    # The first call of anything is slower than those after it.
+    warm_up = Answer(pair, messages(next(iter(prompts.values())), None), {**arguments, "max_new_tokens": 16}, seed)
     warm_up.decode(drafting, stream=False)
     warm_up.decode_plainly(stream=False)
 
-    answer = Answer(pair, messages(prompt, None), arguments, seed)
-    console.rule("SmolLM2-135M-Instruct")
+    answers = {}
+    for kind, text in prompts.items():
+        answers[kind] = Answer(pair, messages(text, None), arguments, seed)
+        show_answer(console, kind, text, answers[kind], drafting)
+    show_summary(console, answers, {kind: answer.compare_with_plain() for kind, answer in answers.items()})
+    console.print(f"\nTry your own prompts:\n  hf-dflash chat --target {folder} --draft {draft}", soft_wrap=True)
+
+
+def show_answer(console: Console, kind: str, prompt: str, answer: Answer, drafting: dict[str, Any]) -> None:
+    """Decode one prompt both ways, streaming both answers."""
+    console.rule(f"[bold]{kind}[/bold]")
     console.print(f"[bold]{prompt}[/bold]\n")
     console.rule("plain generate", style="dim")
     answer.decode_plainly(stream=True)
     console.rule("with the DFlash draft", style="dim")
     answer.decode(drafting, stream=True)
-    show_result(console, answer, answer.compare_with_plain())
+
+
+def show_summary(console: Console, answers: dict[str, Answer], comparisons: dict[str, Comparison]) -> None:
+    """One row per prompt, the medians over all of them, and acceptance by position."""
+    from hf_dflash.decoding.statistics import DFlashStatistics
+
+    table = Table()
+    for column in ("prompt", "plain, tokens/s", "with draft, tokens/s", "speed-up", "tau", "same text?"):
+        table.add_column(column, justify="left" if column in ("prompt", "same text?") else "right")
+    rows, rounds = [], DFlashStatistics()
+    for kind, answer in answers.items():
+        rows.append(metrics(answer))
+        rounds.proposed += answer.statistics[-1].proposed
+        rounds.accepted += answer.statistics[-1].accepted
+        table.add_row(kind, *_formatted(rows[-1]), comparison_words(comparisons[kind]))
+    if len(rows) > 1:
+        same = sum(comparison.same for comparison in comparisons.values())
+        medians = [statistics.median(column) for column in zip(*rows, strict=True)]
+        table.add_section()
+        table.add_row("median", *_formatted(medians), f"{same} of {len(rows)}", style="bold")
+    console.rule("result")
+    console.print(table)
+    if any(not each.same and each.dtype != "float32" for each in comparisons.values()):
+        console.print("In float32 (--dtype float32, slower) the texts are the same token for token.")
+    console.print("\nHow often all candidates up to each position of a block were accepted:")
+    console.print(acceptance_bars(rounds.acceptance_by_position))
     console.print(
-        f"\nGo on with your own questions:\n  hf-dflash chat --target {folder} --draft {draft}", soft_wrap=True
+        "\ntau is the number of tokens per forward of the target (plain: 1). The draft only proposes: every token is "
+        "the target's own choice."
     )
 
 
-def show_result(console: Console, answer: Answer, comparison: Comparison) -> None:
-    """The demonstration's last lines: same text, tokens per second, speed-up, tau, bars."""
-    statistics = answer.statistics[-1]
-    new_tokens = len(answer.ids) - answer.prompt_length
-    plain_tokens = len(answer.plain_ids) - answer.prompt_length
-    plain_rate, rate = plain_tokens / answer.plain_seconds, new_tokens / answer.seconds
-    console.rule("result")
-    table = two_columns()
-    table.add_row("same text?", comparison_words(comparison))
-    if not comparison.same and comparison.dtype != "float32":
-        table.add_row("", "--dtype float32 has no such rounding: slower, and the same token for token")
-    table.add_row("plain generate", f"{plain_rate:.1f} tokens/s")
-    table.add_row("with the draft", f"{rate:.1f} tokens/s")
-    table.add_row("speed-up", f"{rate / plain_rate:.2f}")
-    table.add_row("tau", f"{statistics.tau:.2f} tokens per forward of the target (plain: 1)")
-    console.print(table)
-    console.print("\nHow often the draft's guess was accepted up to each position of its block:")
-    console.print(acceptance_bars(statistics.acceptance_by_position))
-    console.print("\nThe draft only guesses. Every token above is the target's own choice, checked by the target.")
+def metrics(answer: Answer) -> tuple[float, float, float, float]:
+    """Tokens per second without and with the draft, speed-up, tau."""
+    plain = (len(answer.plain_ids) - answer.prompt_length) / answer.plain_seconds
+    drafted = (len(answer.ids) - answer.prompt_length) / answer.seconds
+    return plain, drafted, drafted / plain, answer.statistics[-1].tau
+
+
+def _formatted(row: Any) -> list[str]:
+    plain, drafted, speed_up, tau = row
+    return [f"{plain:.1f}", f"{drafted:.1f}", f"{speed_up:.2f}", f"{tau:.2f}"]

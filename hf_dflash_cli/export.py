@@ -1,7 +1,4 @@
-"""`hf-dflash export`: a folder that is ready for the Hub.
-
-Owns: the arguments. Does not know: what is written.
-"""
+"""`hf-dflash export`: a Hub-ready folder. This module only reads the arguments of `export_draft`."""
 
 from pathlib import Path
 from typing import Annotated
@@ -13,18 +10,18 @@ def export(
     source: Annotated[str, typer.Argument(help="Folder or Hub id of a draft in any published layout.", metavar="SRC")],
     destination: Annotated[Path, typer.Argument(help="Folder to write.", metavar="DST")],
     target: Annotated[
-        str | None, typer.Option("--target", "-t", help="Hub id of its target, where the checkpoint does not say.")
+        str | None, typer.Option("--target", "-t", help="Hub id of its target, if the checkpoint does not name it.")
     ] = None,
     dtype: Annotated[str | None, typer.Option(help="bfloat16 or float32; default: the checkpoint's.")] = None,
     revision: Annotated[str | None, typer.Option(help="Revision of SRC on the Hub.")] = None,
     max_shard_size: Annotated[str, typer.Option(help="Largest weight file.")] = "5GB",
-    force: Annotated[bool, typer.Option("--force", help="Replace a draft that is in DST.")] = False,
+    force: Annotated[bool, typer.Option("--force", help="Replace the draft in DST.")] = False,
 ) -> None:
     """Write a draft as a Hub-ready folder that plain transformers loads.
 
     Upload it with `hf upload NAME DST`.
     """
-    from hf_dflash.hub import export_draft
+    from hf_dflash import export_draft
 
     folder = export_draft(
         source,

@@ -1,33 +1,35 @@
-"""`hf-dflash inspect`: what a draft is, and whether it fits a target.
+"""`hf-dflash inspect`: prints what `inspect_draft` finds out about a draft and its fit with a target."""
 
-Owns: how an inspection looks on a terminal. Does not know: how anything is found out.
-"""
+from __future__ import annotations
 
 import json
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from hf_dflash.inspection import Inspection, inspect_draft
+if TYPE_CHECKING:
+    from hf_dflash.draft.inspection import Inspection
 
 BROKEN = 1
 
 
-def inspect_(
+def inspect(
     path: Annotated[str, typer.Argument(help="Folder or Hub id of a draft in any published layout.", metavar="PATH")],
     target: Annotated[
-        str | None, typer.Option("--target", "-t", help="Target to hold it against; only its configuration is read.")
+        str | None, typer.Option("--target", "-t", help="Target to check it against; only its configuration is read.")
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print everything as JSON.")] = False,
     revision: Annotated[str | None, typer.Option(help="Revision of the draft on the Hub.")] = None,
 ) -> None:
-    """Show what a draft is, what it expects of its target, and all that is wrong with it.
+    """Show what a draft is, what it needs from its target, and any problems.
 
-    Exit code 0 when the draft (and the pair) can be used, 1 when not.
+    Exit code 0 if the draft (and the pair) can be used, 1 otherwise.
     """
+    from hf_dflash.draft.inspection import inspect_draft
+
     inspection = inspect_draft(path, target, revision=revision)
     if as_json:
         typer.echo(json.dumps(inspection.as_dict(), indent=2))
@@ -38,22 +40,22 @@ def inspect_(
 
 
 def show(inspection: Inspection, console: Console) -> None:
-    """Prints an inspection for people."""
+    """Print an inspection as tables and sentences."""
     console.print(f"[bold]{escape(inspection.name)}[/bold]")
     for title, values in (
         ("draft", inspection.draft),
-        ("expects of its target", inspection.expects),
+        ("expects from its target", inspection.expects),
         ("target", inspection.target),
     ):
         if values:
             console.print(_table(title, values))
-    for style, title, texts in (("yellow", "odd", inspection.warnings), ("red", "wrong", inspection.problems)):
+    for style, title, texts in (("yellow", "warning", inspection.warnings), ("red", "error", inspection.problems)):
         for text in texts:
             console.print(f"[{style}]{title}:[/{style}] {escape(text)}", soft_wrap=True)
     if inspection.pairs is not None:
-        console.print("They belong together." if inspection.pairs else "They do not belong together.")
+        console.print("The draft fits the target." if inspection.pairs else "The draft does not fit the target.")
     elif not inspection.problems:
-        console.print("Nothing is wrong.")
+        console.print("No problems found.")
 
 
 def _table(title: str, values: dict[str, Any]) -> Table:
@@ -65,7 +67,7 @@ def _table(title: str, values: dict[str, Any]) -> Table:
 
 
 def _plain(value: Any) -> str:
-    """A value without Python's punctuation; equal neighbours are counted: 4 x sliding_attention."""
+    """A value without Python's punctuation; runs of equal values are counted: 4 x sliding_attention."""
     if isinstance(value, dict):
         return ", ".join(f"{key} {_plain(inner)}" for key, inner in value.items())
     if not isinstance(value, list):

@@ -1,8 +1,4 @@
-"""Options that several commands share, each written once.
-
-Owns: names, help texts and groups of the options, and the reading of those that are JSON. Does not know: what is done
-with them.
-"""
+"""Options shared by several commands, each defined once: names, help texts, panels, and parsing of JSON."""
 
 import json
 from pathlib import Path
@@ -22,66 +18,85 @@ Draft = Annotated[
 ]
 DeviceMap = Annotated[
     str | None,
-    typer.Option(help="Where the target goes: auto, cpu, cuda, cuda:1 ...", rich_help_panel=_MODELS),
+    typer.Option(help="Device map of the target: auto, cpu, cuda, cuda:1, ...", rich_help_panel=_MODELS),
 ]
 Dtype = Annotated[
     str,
-    typer.Option(help="Target's dtype: auto, bfloat16, float16, float32.", rich_help_panel=_MODELS),
+    typer.Option(help="dtype of the target: auto, bfloat16, float16, float32.", rich_help_panel=_MODELS),
 ]
 Quantization = Annotated[
     str | None,
     typer.Option(
-        help="Quantise the target while loading: bnb4, bnb8, torchao-int8, quanto-int8. "
-        "AWQ, GPTQ and other checkpoints that are quantised already need no flag.",
+        help="Quantize the target on load: bnb4, bnb8, torchao-int8, quanto-int8. "
+        "Checkpoints that are already quantized (AWQ, GPTQ, ...) need no flag.",
         rich_help_panel=_MODELS,
     ),
 ]
 GgufFile = Annotated[
     str | None,
     typer.Option(
-        "--gguf-file", help="The GGUF file to load from the target's folder or repository.", rich_help_panel=_MODELS
+        "--gguf-file", help="GGUF file to load from the target's folder or repository.", rich_help_panel=_MODELS
     ),
 ]
 TrustRemoteCode = Annotated[
     bool,
-    typer.Option("--trust-remote-code", help="Run model code that the target's repo carries.", rich_help_panel=_MODELS),
+    typer.Option(
+        "--trust-remote-code", help="Allow custom model code from the target's repository.", rich_help_panel=_MODELS
+    ),
 ]
 System = Annotated[str | None, typer.Option(help="System message; implies --chat.", rich_help_panel=_DECODING)]
-Template = Annotated[
+ChatTemplateKwargs = Annotated[
     str,
     typer.Option(
-        help="Options of the chat template, as JSON: '{\"enable_thinking\": false}'.", rich_help_panel=_DECODING
+        help="Keyword arguments of the chat template, as JSON: '{\"enable_thinking\": false}'.",
+        rich_help_panel=_DECODING,
     ),
 ]
 MaxNewTokens = Annotated[
     int,
-    typer.Option("--max-new-tokens", "-n", min=1, help="Tokens of an answer, at the most.", rich_help_panel=_DECODING),
+    typer.Option(
+        "--max-new-tokens", "-n", min=1, help="Maximum number of tokens in an answer.", rich_help_panel=_DECODING
+    ),
 ]
 BlockSize = Annotated[
     int | None,
     typer.Option(
-        help="Tokens per block, 2 to the draft's own block size, which is the default.", rich_help_panel=_DECODING
+        help="Tokens per block, from 2 to the draft's own block size (the default).", rich_help_panel=_DECODING
     ),
 ]
 Temperature = Annotated[
     float,
-    typer.Option("--temperature", "-T", min=0.0, help="0 decodes greedily.", rich_help_panel=_SAMPLING),
+    typer.Option(
+        "--temperature", "-T", min=0.0, help="Sampling temperature; 0 decodes greedily.", rich_help_panel=_SAMPLING
+    ),
 ]
 TopP = Annotated[
     float | None,
-    typer.Option(min=0.0, max=1.0, help="Likeliest tokens that make up this share.", rich_help_panel=_SAMPLING),
+    typer.Option(
+        min=0.0,
+        max=1.0,
+        help="Keep only the most probable tokens whose probabilities add up to this.",
+        rich_help_panel=_SAMPLING,
+    ),
 ]
-TopK = Annotated[int | None, typer.Option(min=0, help="So many likeliest tokens.", rich_help_panel=_SAMPLING)]
+TopK = Annotated[
+    int | None, typer.Option(min=0, help="Keep only this many of the most probable tokens.", rich_help_panel=_SAMPLING)
+]
 MinP = Annotated[
     float | None,
-    typer.Option(min=0.0, max=1.0, help="Tokens with this share of the likeliest's.", rich_help_panel=_SAMPLING),
+    typer.Option(
+        min=0.0,
+        max=1.0,
+        help="Keep only tokens with at least this fraction of the top token's probability.",
+        rich_help_panel=_SAMPLING,
+    ),
 ]
 RepetitionPenalty = Annotated[
     float | None,
-    typer.Option(min=0.0, help="Above 1, tokens that were there are less likely.", rich_help_panel=_SAMPLING),
+    typer.Option(min=0.0, help="Penalty for tokens already in the text; 1 is no penalty.", rich_help_panel=_SAMPLING),
 ]
-Seed = Annotated[int | None, typer.Option(help="Seed of the random draws.", rich_help_panel=_SAMPLING)]
-Stats = Annotated[bool, typer.Option("--stats", help="Print figures after the answer.", rich_help_panel=_OUTPUT)]
+Seed = Annotated[int | None, typer.Option(help="Random seed.", rich_help_panel=_SAMPLING)]
+Stats = Annotated[bool, typer.Option("--stats", help="Print metrics after the answer.", rich_help_panel=_OUTPUT)]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of text.", rich_help_panel=_OUTPUT)]
 Trace = Annotated[
     Path | None,
@@ -89,16 +104,16 @@ Trace = Annotated[
 ]
 
 
-def template_arguments(text: str) -> dict[str, Any]:
-    """The arguments for the chat template in a `--template`.
+def chat_template_arguments(text: str) -> dict[str, Any]:
+    """The keyword arguments in a `--chat-template-kwargs`.
 
     Raises:
-        typer.BadParameter: it is no JSON object.
+        typer.BadParameter: it is not a JSON object.
     """
     try:
         values = json.loads(text)
     except json.JSONDecodeError as error:
-        raise typer.BadParameter(f"--template must be JSON: {error}") from error
+        raise typer.BadParameter(f"--chat-template-kwargs must be JSON: {error}") from error
     if not isinstance(values, dict):
-        raise typer.BadParameter("--template must be a JSON object")
+        raise typer.BadParameter("--chat-template-kwargs must be a JSON object")
     return values

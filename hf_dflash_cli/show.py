@@ -1,15 +1,16 @@
-"""What figures look like on a terminal.
+"""What metrics look like on a terminal: a call's table, bars of acceptance by position, a comparison in words."""
 
-Owns: the table of a call's statistics, the bars of acceptance by position, the words for a comparison. Does not know:
-how any figure comes about.
-"""
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from hf_dflash.comparison import Comparison
-from hf_dflash.outputs import DFlashStatistics
+if TYPE_CHECKING:
+    from hf_dflash.decoding.comparison import Comparison
+    from hf_dflash.decoding.statistics import DFlashStatistics
 
 BAR_WIDTH = 30
 
@@ -41,7 +42,7 @@ def _share(seconds: float, statistics: DFlashStatistics) -> str:
 
 
 def acceptance_bars(shares: list[float]) -> Table:
-    """A bar per position of the block: in how many of 100 rounds the candidates up to there were accepted.
+    """A bar per block position: the percentage of rounds in which all candidates up to it were accepted.
 
     Args:
         shares: entry i - 1 is the share for position i, between 0 and 1.
@@ -55,12 +56,13 @@ def acceptance_bars(shares: list[float]) -> Table:
 
 
 def comparison_words(comparison: Comparison) -> str:
-    """Whether two texts are the same, and if not, where they part and whether rounding explains it."""
+    """Whether two texts are the same; if not, where they first differ and whether numerical tolerance explains it."""
     if comparison.same:
         return f"yes, all {comparison.length} tokens"
-    where = f"no, they part at token {comparison.first_difference + 1} of {comparison.length}"
+    where = f"no, they differ from token {comparison.first_difference + 1} of {comparison.length}"
     if comparison.margin is None:
         return where
-    reason = "within" if comparison.within_rounding else "NOT within"
-    margin = f"the target's two best choices are {comparison.margin:.3g} apart there"
-    return f"{where}: {margin}, {reason} the rounding of its {comparison.dtype} kernels ({comparison.bound:.3g})"
+    reason = "within" if comparison.within_tolerance else "NOT within"
+    margin = f"the target's top two logits are {comparison.margin:.3g} apart there"
+    tolerance = f"the numerical tolerance of its {comparison.dtype} kernels ({comparison.bound:.3g})"
+    return f"{where}: {margin}, {reason} {tolerance}"

@@ -19,9 +19,9 @@ import torch
 import transformers
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from hf_dflash.configuration_dflash import DFlashConfig
-from hf_dflash.modeling_dflash import DFlashDraftModel
-from hf_dflash.target import Target
+from hf_dflash.draft.configuration_dflash import DFlashConfig
+from hf_dflash.draft.modeling_dflash import DFlashDraftModel
+from hf_dflash.target.target import Target
 from hf_dflash.training.evaluation import Acceptance, measure_acceptance
 from hf_dflash.training.losses import cross_entropy, decay_weights
 from hf_dflash.training.packing import IGNORED, choose_anchors, pack_blocks
@@ -197,9 +197,9 @@ def train_draft(
         anchors = [choose_anchors(PROMPT, length, 16, generator) for length in lengths]
         packed = pack_blocks(ids, lengths, anchors, BLOCK, draft.config.mask_token_id)
         hidden = run_blocks(draft, draft, target, capture(ids).taps, packed)
-        learnt = packed.labels != IGNORED
-        entropy, _, _ = cross_entropy(hidden[learnt], packed.labels[learnt], target.head)
-        weight = weights.expand(*learnt.shape[:2], -1)[learnt[..., 1:]]
+        learned = packed.labels != IGNORED
+        entropy, _, _ = cross_entropy(hidden[learned], packed.labels[learned], target.head)
+        weight = weights.expand(*learned.shape[:2], -1)[learned[..., 1:]]
         return (entropy * weight).sum() / weight.sum()
 
     train(draft, loss_at, steps, 2e-3, name)

@@ -15,10 +15,10 @@ from pydoc_data.topics import topics
 
 import torch
 
-from hf_dflash.bench.methods import NotHere, make_method
-from hf_dflash.bench.pair import Pair, load_target, sampling_arguments
-from hf_dflash.bench.smollm2 import target_folder
-from hf_dflash.loading import load_draft
+from hf_dflash.bench.methods import MethodUnavailable, make_method
+from hf_dflash.draft.loading import load_draft
+from hf_dflash.pair import Pair, load_target, sampling_arguments
+from hf_dflash.smollm2 import demo_target
 
 METHODS = ("plain", "authors", "native", "dflash")
 
@@ -82,7 +82,7 @@ def main() -> None:
     parser.add_argument("--out", required=True, type=Path)
     arguments = parser.parse_args()
 
-    folder = str(target_folder(print))
+    folder = str(demo_target(print))
     target, tokenizer = load_target(folder, dtype=arguments.dtype)
     draft = load_draft(arguments.draft, dtype=getattr(torch, arguments.dtype))
     pair = Pair(target, tokenizer, draft, folder, arguments.draft)
@@ -90,7 +90,7 @@ def main() -> None:
     for name in METHODS:
         try:
             methods[name] = make_method(name, pair)
-        except NotHere as reason:
+        except MethodUnavailable as reason:
             print(f"{name} is left out: {reason}")
     results = {"threads": torch.get_num_threads(), "new_tokens": arguments.new_tokens, "contexts": {}}
     for length in arguments.contexts:

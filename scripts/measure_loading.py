@@ -18,9 +18,9 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file, save_file
 
-from hf_dflash.configuration_dflash import DFlashConfig
-from hf_dflash.loading import load_draft
-from hf_dflash.modeling_dflash import DFlashDraftModel
+from hf_dflash.draft.configuration_dflash import DFlashConfig
+from hf_dflash.draft.loading import load_draft
+from hf_dflash.draft.modeling_dflash import DFlashDraftModel
 
 LAYERS_PER_GIGABYTE = 5
 SIZES = {

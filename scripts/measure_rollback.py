@@ -14,7 +14,7 @@ import time
 import torch
 from transformers import DynamicCache, Qwen3_5ForCausalLM, Qwen3_5TextConfig
 
-from hf_dflash.cache import CACHE_KEYWORD, TargetCache
+from hf_dflash.target.cache import CACHE_KEYWORD, TargetCache
 
 PROMPT = 128
 
@@ -46,7 +46,7 @@ def build(hidden: int, dtype: torch.dtype, device: str) -> Qwen3_5ForCausalLM:
 def measure(model: Qwen3_5ForCausalLM, block_size: int, rounds: int) -> dict[str, list[float]]:
     """Seconds of each round: the forward, and the roll-back when half a block, all but one or all of it is kept."""
     device = model.device
-    synchronise = torch.cuda.synchronize if device.type == "cuda" else (lambda: None)
+    synchronize = torch.cuda.synchronize if device.type == "cuda" else (lambda: None)
     cache = DynamicCache(config=model.config)
     times: dict[str, list[float]] = {"forward": [], "half": [], "all but one": [], "all": []}
     kept = {"half": block_size // 2, "all but one": block_size - 1, "all": block_size}
@@ -59,15 +59,15 @@ def measure(model: Qwen3_5ForCausalLM, block_size: int, rounds: int) -> dict[str
         for number in range(-1, rounds * len(patterns)):
             pattern = patterns[number % len(patterns)]
             block = torch.randint(0, 32_000, (1, block_size), device=device)
-            synchronise()
+            synchronize()
             start = time.perf_counter()
             target_cache.begin_block()
             began = time.perf_counter()
             model(input_ids=block, use_cache=True, **{CACHE_KEYWORD: cache})
-            synchronise()
+            synchronize()
             read = time.perf_counter()
             target_cache.commit(torch.tensor([kept[pattern]]), block_size)
-            synchronise()
+            synchronize()
             end = time.perf_counter()
             if number >= 0:
                 times["forward"].append(read - began)

@@ -16,10 +16,10 @@ from unittest.mock import patch
 
 import torch
 
-from hf_dflash.bench.pair import Pair, encode, load_target
-from hf_dflash.bench.prompts import load_prompts
-from hf_dflash.bench.smollm2 import target_folder
-from hf_dflash.loading import load_draft
+from hf_dflash.draft.loading import load_draft
+from hf_dflash.pair import Pair, encode, load_target
+from hf_dflash.prompts import load_prompts
+from hf_dflash.smollm2 import demo_target
 
 
 def prompts(pair: Pair, count: int) -> list[tuple[str, torch.Tensor]]:
@@ -84,7 +84,7 @@ def main() -> None:
     arguments = parser.parse_args()
 
     dtype = getattr(torch, arguments.dtype)
-    folder = str(target_folder(print))
+    folder = str(demo_target(print))
     target, tokenizer = load_target(folder, dtype=arguments.dtype)
     draft = load_draft(arguments.draft, dtype=dtype)
     pair = Pair(target, tokenizer, draft, folder, arguments.draft)

@@ -1,6 +1,6 @@
 """Measure what a draft costs in memory: the peak of live tensors over plain decoding, behind a long prompt.
 
-    python scripts/quantised_memory.py [--prompt 4096] [--tokens 32]
+    python scripts/quantized_memory.py [--prompt 4096] [--tokens 32]
 
 Every tensor's storage is counted from the operation that makes it to its release, so the figures are exact and the same
 on every machine; scratch memory inside kernels is not seen. Target and draft are random and small, in bfloat16.

@@ -1,9 +1,9 @@
-"""Measure a real pair with its target quantised: SmolLM2-135M-Instruct and its draft, chat prompts, greedy.
+"""Measure a real pair with its target quantized: SmolLM2-135M-Instruct and its draft, chat prompts, greedy.
 
-    python scripts/quantised_smollm2.py [--prompts 6] [--tokens 64] [--draft FOLDER] [target ...]
+    python scripts/quantized_smollm2.py [--prompts 6] [--tokens 64] [--draft FOLDER] [target ...]
 
 For each target: texts equal to plain generate, acceptance length tau, and tokens/s over plain generate's, both timed in
-this one process by turns. Records go to docs/data/quantised-smollm2.json, which `scripts/quantised_table.py` shows.
+this one process by turns. Records go to docs/data/quantized-smollm2.json, which `scripts/quantized_table.py` shows.
 """
 
 import argparse
@@ -15,20 +15,20 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from quantised_table import PAIR_FILE, store, versions
+from quantized_table import PAIR_FILE, store, versions
 from transformers import AutoModelForCausalLM, AutoTokenizer, AwqConfig, BitsAndBytesConfig, PreTrainedModel
 from transformers.utils import logging
 
 from hf_dflash import load_draft
-from hf_dflash.bench.prompts import load_prompts
-from hf_dflash.bench.smollm2 import draft_folder, target_folder
-from hf_dflash.comparison import compare_texts
+from hf_dflash.decoding.comparison import compare_texts
+from hf_dflash.prompts import load_prompts
+from hf_dflash.smollm2 import demo_draft, demo_target
 
 GROUP = 64
 
 
 def loaded(dtype: torch.dtype, config: Any = None) -> Callable[[Path], PreTrainedModel]:
-    """Load the checkpoint, quantising it on the way if a configuration says so."""
+    """Load the checkpoint, quantizing it on the way if a configuration says so."""
     return lambda folder: AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, quantization_config=config)
 
 
@@ -44,7 +44,7 @@ def rounded_to_awq(folder: Path) -> PreTrainedModel:
 
 BFLOAT16 = torch.bfloat16
 TARGETS: dict[str, tuple[str, tuple[str, ...], Callable[[Path], PreTrainedModel]]] = {
-    "dense": ("not quantised", (), loaded(BFLOAT16)),
+    "dense": ("not quantized", (), loaded(BFLOAT16)),
     "awq": (f"AWQ, groups of {GROUP}, rounded to nearest", ("gptqmodel",), rounded_to_awq),
     "nf4": (
         "bitsandbytes nf4",
@@ -73,7 +73,7 @@ def measure(target: PreTrainedModel, tokenizer: Any, draft: Any, prompts: int, t
             texts[name] = target.generate(**inputs, **options, **extra[name])[0]
             seconds[name] += time.perf_counter() - start
         found = compare_texts(target, inputs, texts["plain"], texts["dflash"], **options)
-        same, explained = same + found.same, explained + found.within_rounding
+        same, explained = same + found.same, explained + found.within_tolerance
         written += statistics[0].new_tokens - 1  # the prefill writes one without a round
         forwards += statistics[0].rounds
     return {
@@ -94,9 +94,9 @@ if __name__ == "__main__":
     parser.add_argument("--draft", type=Path, help="default: the one that the package brings along")
     arguments = parser.parse_args()
     logging.disable_progress_bar()
-    folder = target_folder(lambda text: print(text, file=sys.stderr))
+    folder = demo_target(lambda text: print(text, file=sys.stderr))
     tokenizer = AutoTokenizer.from_pretrained(folder)
-    draft = load_draft(arguments.draft or draft_folder())
+    draft = load_draft(arguments.draft or demo_draft())
     for name in arguments.targets or TARGETS:
         title, packages, load = TARGETS[name]
         target = load(folder).eval()

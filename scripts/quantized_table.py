@@ -1,10 +1,10 @@
-"""Measure how DFlash does with quantised targets of every kind, and write what was found into the documentation.
+"""Measure how DFlash does with quantized targets of every kind, and write what was found into the documentation.
 
-    python scripts/quantised_table.py examine [kind ...]    run the tiny targets of tests/quantised_targets.py
-    python scripts/quantised_table.py table                 write the stored results as tables into the docs
+    python scripts/quantized_table.py examine [kind ...]    run the tiny targets of tests/quantized_targets.py
+    python scripts/quantized_table.py table                 write the stored results as tables into the docs
 
-Results lie in docs/data/quantised-targets.json, and those of `scripts/quantised_smollm2.py` beside it. The tables stand
-in docs/quantised-targets.md and docs/zh_cn/quantised-targets.md, between comments that name them.
+Results lie in docs/data/quantized-targets.json, and those of `scripts/quantized_smollm2.py` beside it. The tables stand
+in docs/quantized-targets.md and docs/zh_cn/quantized-targets.md, between comments that name them.
 """
 
 import json
@@ -15,8 +15,8 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 DATA = ROOT / "docs" / "data"
-KINDS_FILE, PAIR_FILE = DATA / "quantised-targets.json", DATA / "quantised-smollm2.json"
-PAGES = {"en": ROOT / "docs" / "quantised-targets.md", "zh": ROOT / "docs" / "zh_cn" / "quantised-targets.md"}
+KINDS_FILE, PAIR_FILE = DATA / "quantized-targets.json", DATA / "quantized-smollm2.json"
+PAGES = {"en": ROOT / "docs" / "quantized-targets.md", "zh": ROOT / "docs" / "zh_cn" / "quantized-targets.md"}
 #: Prompts per mode; AWQ, which must be exact in float32, gets three times as many.
 PROMPTS = {"greedy": 4, "sampled": 2}
 WORDS = {
@@ -42,8 +42,8 @@ WORDS = {
 def examine(names: list[str]) -> None:
     """Run kinds (all by default) and store a record per kind and dtype, each as soon as it is known."""
     import torch
-    from quantised_targets import KINDS, REFUSED, load
-    from quantised_targets import examine as examine_target
+    from quantized_targets import KINDS, REFUSED, load
+    from quantized_targets import examine as examine_target
     from transformers.utils import logging
 
     logging.disable_progress_bar()

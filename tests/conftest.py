@@ -37,7 +37,7 @@ def run_cli(monkeypatch, capsys) -> Callable[..., Ended]:
     """Run `hf-dflash` in this process, as the console script does."""
 
     def run(*arguments: str, stdin: str = "") -> Ended:
-        from hf_dflash.cli.app import main
+        from hf_dflash_cli.app import main
 
         monkeypatch.setattr(sys, "argv", ["hf-dflash", *map(str, arguments)])
         monkeypatch.setattr(sys, "stdin", io.StringIO(stdin))

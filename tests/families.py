@@ -1,4 +1,4 @@
-"""Tiny, randomly initialised targets of many families, with varied greedy text.
+"""Tiny, randomly initialized targets of many families, with varied greedy text.
 
 Owns: one configuration per family, the range of its initial weights, the cache kinds it exercises and the
 transformers version that has it. `FAMILIES[name].build(seed)` makes an fp32 model in evaluation mode in well under a
@@ -17,7 +17,7 @@ import transformers
 from packaging.version import Version
 from transformers import PreTrainedModel
 
-from hf_dflash.cache import CACHE_KEYWORD
+from hf_dflash.target.cache import CACHE_KEYWORD
 
 VOCAB = 384
 HIDDEN = 64

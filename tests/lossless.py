@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from oracle import Pattern, fixed, none_right, oracle_draft, randomly
 
-from hf_dflash.outputs import DFlashStatistics
+from hf_dflash.decoding.statistics import DFlashStatistics
 
 BLOCK = 6
 MODES = {

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 import torch
 from tiny_drafts import tiny_config
 
-from hf_dflash.modeling_dflash import DFlashDraftModel
+from hf_dflash.draft.modeling_dflash import DFlashDraftModel
 
 #: A pattern says, for round 0, 1, 2, ..., how many leading candidates are right.
 Pattern = Callable[[int], int]

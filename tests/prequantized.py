@@ -1,4 +1,4 @@
-"""Quantised checkpoints of other formats, made by hand: GPTQ, compressed-tensors, block-wise FP8, MXFP4.
+"""Quantized checkpoints of other formats, made by hand: GPTQ, compressed-tensors, block-wise FP8, MXFP4.
 
 Owns: how each stores a linear layer's weight `(out, in)`, rounded to the nearest level, and the entry of `config.json`
 that goes with it. AWQ has a file of its own.
@@ -131,7 +131,7 @@ FORMATS: dict[str, tuple[Callable[[torch.Tensor], Stored], dict]] = {
 }
 
 
-def save_quantised(model: PreTrainedModel, folder: Path, kind: str) -> None:
+def save_quantized(model: PreTrainedModel, folder: Path, kind: str) -> None:
     """Write `model` with every linear layer but the head in one of the `FORMATS`."""
     store, entry = FORMATS[kind]
     model.save_pretrained(folder)

@@ -1,7 +1,7 @@
 """Tiny draft checkpoints in every published layout, made on the spot.
 
 Owns: the published `config.json` and tensor names of a draft that we hold in canonical form: the way back from what
-`hf_dflash.layouts` reads. Does not know: how they are read.
+`hf_dflash.draft.layouts` reads. Does not know: how they are read.
 """
 
 import json
@@ -13,8 +13,8 @@ import torch
 from safetensors.torch import save_file
 from tiny_drafts import tiny_draft
 
-from hf_dflash.configuration_dflash import DFlashConfig
-from hf_dflash.modeling_dflash import DFlashDraftModel
+from hf_dflash.draft.configuration_dflash import DFlashConfig
+from hf_dflash.draft.modeling_dflash import DFlashDraftModel
 
 TARGET_DEPTH = 6
 _NETWORK = (

@@ -1,8 +1,8 @@
-"""Quantised targets of every kind, and what is found when a bfloat16 draft decodes with one.
+"""Quantized targets of every kind, and what is found when a bfloat16 draft decodes with one.
 
 Owns: one entry per kind (packages, dtypes, how to load a tiny target), and `examine`, which compares DFlash with plain
 generate over several prompts with forced partial acceptance. The tests assert on its findings, and
-`scripts/quantised_table.py` stores them for the documentation.
+`scripts/quantized_table.py` stores them for the documentation.
 
 Does not know: what must hold for which kind.
 """
@@ -21,7 +21,7 @@ from families import FAMILIES
 from gguf_files import gemma3_file, save_gguf
 from lossless import prompt
 from oracle import oracle_draft, randomly
-from prequantised import save_mxfp4, save_quantised
+from prequantized import save_mxfp4, save_quantized
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -36,7 +36,7 @@ from transformers import (
 )
 
 from hf_dflash import compare
-from hf_dflash.bench.smollm2 import installed_gguf
+from hf_dflash.smollm2 import installed_gguf
 
 BLOCK = 6
 NEW_TOKENS = 24
@@ -79,7 +79,7 @@ def random_prompt(number: int) -> torch.LongTensor:
 
 @dataclass(frozen=True)
 class Kind:
-    """A way to quantise a target.
+    """A way to quantize a target.
 
     Attributes:
         title: for the documentation.
@@ -87,7 +87,7 @@ class Kind:
         load: makes the target in a dtype, in a folder that it may write to.
         dtypes: in which it is examined.
         quick: whether it belongs to every run of the tests.
-        dense: makes the target that the checkpoint was quantised from; None where it was not made here.
+        dense: makes the target that the checkpoint was quantized from; None where it was not made here.
         prompt: the prompt of a number, `(1, length)` ids; random ones suit a random target, words a real one.
     """
 
@@ -114,15 +114,15 @@ def is_installed(package: str) -> bool:
 
 
 def on_the_fly(make_config: Callable[[torch.dtype], Any], reload: bool = False):
-    """Quantise while loading a dense checkpoint; with `reload`, save the result and load that."""
+    """Quantize while loading a dense checkpoint; with `reload`, save the result and load that."""
 
     def load(dtype: torch.dtype, folder: Path) -> PreTrainedModel:
         dense_target().save_pretrained(folder)
         target = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, quantization_config=make_config(dtype))
         if not reload:
             return target.eval()
-        target.save_pretrained(folder / "quantised")
-        return AutoModelForCausalLM.from_pretrained(folder / "quantised", dtype=dtype).eval()
+        target.save_pretrained(folder / "quantized")
+        return AutoModelForCausalLM.from_pretrained(folder / "quantized", dtype=dtype).eval()
 
     return load
 
@@ -136,9 +136,9 @@ def awq(group_size: int):
     return load
 
 
-def prequantised(kind: str, config: Any = None):
+def prequantized(kind: str, config: Any = None):
     def load(dtype: torch.dtype, folder: Path) -> PreTrainedModel:
-        save_quantised(dense_target().to(dtype), folder, kind)
+        save_quantized(dense_target().to(dtype), folder, kind)
         given = {} if config is None else {"quantization_config": config}
         return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, **given).eval()
 
@@ -146,7 +146,7 @@ def prequantised(kind: str, config: Any = None):
 
 
 def from_gguf(make_file: Callable[[Path], Path]):
-    """Load a GGUF file, which transformers dequantises where it has no kernels for it."""
+    """Load a GGUF file, which transformers dequantizes where it has no kernels for it."""
 
     def load(dtype: torch.dtype, folder: Path) -> PreTrainedModel:
         file = make_file(folder)
@@ -205,7 +205,7 @@ def torchao(name: str, whole: bool = False):
         rows = quantization.IntxWeightOnlyConfig(weight_dtype=torch.int8, granularity=PerAxis(0))
         settings = {
             "int8": lambda: quantization.Int8WeightOnlyConfig(),
-            # An embedding is quantised only where it is named.
+            # An embedding is quantized only where it is named.
             "int8-whole": lambda: quantization.FqnToConfig({"_default": rows, "model.embed_tokens": rows}),
             "int4-tiles": lambda: quantization.Int4WeightOnlyConfig(group_size=32),
             "int8-dynamic": lambda: quantization.Int8DynamicActivationInt8WeightConfig(),
@@ -227,7 +227,7 @@ KINDS: dict[str, Kind] = {
     "awq-128": Kind("AWQ, groups of 128", ("gptqmodel",), awq(128), FULL, quick=True),
     "bnb-nf4": Kind("bitsandbytes nf4", BNB, on_the_fly(bnb4()), quick=True),
     "bnb-nf4-double": Kind(
-        "bitsandbytes nf4, double quantisation, saved and reloaded",
+        "bitsandbytes nf4, double quantization, saved and reloaded",
         BNB,
         on_the_fly(bnb4(bnb_4bit_use_double_quant=True), reload=True),
         quick=True,
@@ -237,12 +237,12 @@ KINDS: dict[str, Kind] = {
     "bnb-int8": Kind("bitsandbytes int8", BNB, on_the_fly(bnb8()), quick=True),
     "bnb-int8-reloaded": Kind("bitsandbytes int8, saved and reloaded", BNB, on_the_fly(bnb8(), reload=True)),
     "bnb-int8-head": Kind("bitsandbytes int8, head too", BNB, on_the_fly(bnb8(llm_int8_skip_modules=[]))),
-    "gptq": Kind("GPTQ 4 bit", GPTQMODEL, prequantised("gptq", GPTQConfig(bits=4, backend="torch"))),
-    "ct-w4a16": Kind("compressed-tensors W4A16", ("compressed_tensors",), prequantised("ct-w4a16")),
-    "ct-w8a8": Kind("compressed-tensors W8A8", ("compressed_tensors",), prequantised("ct-w8a8")),
-    "ct-fp8": Kind("compressed-tensors FP8", ("compressed_tensors",), prequantised("ct-fp8")),
-    "fp8": Kind("block-wise FP8 (dequantised by transformers on the CPU)", (), prequantised("fp8"), quick=True),
-    "mxfp4": Kind("MXFP4 gpt-oss (dequantised by transformers on the CPU)", (), gpt_oss, quick=True, dense=None),
+    "gptq": Kind("GPTQ 4 bit", GPTQMODEL, prequantized("gptq", GPTQConfig(bits=4, backend="torch"))),
+    "ct-w4a16": Kind("compressed-tensors W4A16", ("compressed_tensors",), prequantized("ct-w4a16")),
+    "ct-w8a8": Kind("compressed-tensors W8A8", ("compressed_tensors",), prequantized("ct-w8a8")),
+    "ct-fp8": Kind("compressed-tensors FP8", ("compressed_tensors",), prequantized("ct-fp8")),
+    "fp8": Kind("block-wise FP8 (dequantized by transformers on the CPU)", (), prequantized("fp8"), quick=True),
+    "mxfp4": Kind("MXFP4 gpt-oss (dequantized by transformers on the CPU)", (), gpt_oss, quick=True, dense=None),
     "torchao-int8": Kind("torchao int8", ("torchao",), on_the_fly(torchao("int8"))),
     "torchao-int8-whole": Kind(
         "torchao int8, embedding and head too", ("torchao",), on_the_fly(torchao("int8-whole", whole=True)), quick=True
@@ -326,7 +326,7 @@ def examine(
         findings.texts += 1
         findings.varied += 3 * text[0, ids.shape[1] :].unique().numel() >= text.shape[1] - ids.shape[1]
         findings.same += found.same
-        findings.explained += found.within_rounding
+        findings.explained += found.within_tolerance
         findings.accepted |= set(statistics[0].accepted)
         if found.margin is not None and (findings.worst is None or found.margin > findings.worst[0]):
             findings.worst = (found.margin, found.bound)

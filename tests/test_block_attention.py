@@ -10,8 +10,8 @@ import torch
 from families import FAMILIES
 from transformers import AttentionInterface
 
-from hf_dflash import block_attention
-from hf_dflash.block_attention import grouped_attention
+from hf_dflash.target import block_attention
+from hf_dflash.target.block_attention import grouped_attention
 
 
 class Module:

@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from hf_dflash.cache import DraftContextCache
-from hf_dflash.cache.buffer import FIRST_CAPACITY, GrowingBuffer
-from hf_dflash.errors import UnsupportedOptionError
+from hf_dflash.draft.errors import UnsupportedOptionError
+from hf_dflash.target.cache import DraftContextCache
+from hf_dflash.target.cache.buffer import FIRST_CAPACITY, GrowingBuffer
 
 
 def entries(count: int, start: int) -> torch.Tensor:

@@ -9,14 +9,14 @@ from rollback import cycle, decode_plainly, forward, read_in_blocks
 from torch import nn
 from transformers import DynamicCache
 
-from hf_dflash.cache import TargetCache, mixers, replay_group
-from hf_dflash.cache.convolution import ConvolutionInputs, StackedConvolution
-from hf_dflash.cache.delta_rule import DeltaReplay, advance_delta_states
-from hf_dflash.cache.mixers import mixers_by_layer
-from hf_dflash.cache.reading import Reading
-from hf_dflash.cache.recurrent import RecurrentLayer
-from hf_dflash.cache.replay import OutputRecorder
-from hf_dflash.cache.state_space import StateSpaceReplay, advance_state_spaces
+from hf_dflash.target.cache import TargetCache, mixers, replay_group
+from hf_dflash.target.cache.convolution import ConvolutionInputs, StackedConvolution
+from hf_dflash.target.cache.delta_rule import DeltaReplay, advance_delta_states
+from hf_dflash.target.cache.mixers import mixers_by_layer
+from hf_dflash.target.cache.reading import Reading
+from hf_dflash.target.cache.recurrent import RecurrentLayer
+from hf_dflash.target.cache.replay import OutputRecorder
+from hf_dflash.target.cache.state_space import StateSpaceReplay, advance_state_spaces
 
 LAYERS, BATCH, HEADS, TOKENS, KEY, VALUE = 2, 3, 4, 9, 8, 6
 PROMPT = torch.arange(20, 31)[None]

@@ -9,10 +9,10 @@ from rollback import cycle, decode_plainly, forward, largest_differences, read_i
 from transformers import DynamicCache, StaticCache, cache_utils
 from transformers.cache_utils import DynamicIndexedLayer, DynamicLayer, DynamicSlidingWindowLayer
 
-from hf_dflash.cache import TargetCache
-from hf_dflash.cache.block_layer import LayerPlan
-from hf_dflash.cache.sliding import SlidingAttentionLayer
-from hf_dflash.errors import UnsupportedOptionError, UnsupportedTargetError
+from hf_dflash.draft.errors import UnsupportedOptionError, UnsupportedTargetError
+from hf_dflash.target.cache import TargetCache
+from hf_dflash.target.cache.block_layer import LayerPlan
+from hf_dflash.target.cache.sliding import SlidingAttentionLayer
 
 PROMPT = torch.arange(20, 31)[None]
 KINDS = ["llama", "mistral", "gemma3", "gemma4", "qwen3_5", "lfm2", "falcon_h1", "kimi_linear", "mamba2"]

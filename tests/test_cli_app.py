@@ -1,14 +1,17 @@
 """What all commands of `hf-dflash` share: help, version, errors, exit codes."""
 
+import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
-from hf_dflash.cli import app as app_module
-from hf_dflash.errors import PairingError
+from hf_dflash.draft.errors import PairingError
 from hf_dflash.version import __version__
+from hf_dflash_cli import app as app_module
 
+ROOT = Path(__file__).parent.parent
 COMMANDS = ["demo", "generate", "chat", "bench", "inspect", "export", "data", "train"]
 
 
@@ -38,6 +41,49 @@ def test_every_command_has_help(run_cli, command):
     assert command in ended.out
 
 
+def test_the_overview_has_the_first_line_of_every_commands_help():
+    commands = {name: app_module.load(name) for name in app_module.COMMANDS}
+    assert {name: command.help.split("\n")[0] for name, command in commands.items()} == app_module.COMMANDS
+    assert list(commands) == COMMANDS
+
+
+WITHOUT_TORCH = """
+import sys
+from hf_dflash_cli.app import main
+try:
+    main()
+finally:
+    print([name for name in ("torch", "transformers", "hf_dflash") if name in sys.modules], file=sys.stderr)
+"""
+
+
+@pytest.mark.parametrize(
+    ("arguments", "completing", "expected"),
+    [
+        (["--help"], None, "generate"),
+        (["--version"], None, __version__),
+        (["generate", "--help"], None, "--repetition-penalty"),
+        (["chat", "--help"], None, "--block-size"),
+        (["bench", "--help"], None, "--gpu-check"),
+        (["data", "--help"], None, "--max-prompt-tokens"),
+        (["demo", "--help"], None, "--prompt"),
+        (["inspect", "--help"], None, "--revision"),
+        (["export", "--help"], None, "--max-shard-size"),
+        ([], "hf-dflash ge", "generate"),
+        ([], "hf-dflash generate --rep", "--repetition-penalty"),
+    ],
+)
+def test_help_version_and_completion_import_no_torch(arguments, completing, expected):
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    if completing:
+        words = str(len(completing.split()) - 1)
+        environment |= {"_HF_DFLASH_COMPLETE": "complete_bash", "COMP_WORDS": completing, "COMP_CWORD": words}
+    command = [sys.executable, "-c", WITHOUT_TORCH, *arguments]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    assert expected in done.stdout
+    assert done.stderr.splitlines()[-1] == "[]"
+
+
 def test_version(run_cli):
     assert run_cli("--version")[:2] == (0, f"hf-dflash {__version__}\n")
 
@@ -54,7 +100,7 @@ def test_an_own_error_is_one_line(run_cli, failing):
 
 def test_any_other_error_is_named_in_one_line(run_cli, failing):
     failing(OSError("no such model"))
-    assert run_cli("inspect") == (1, "", "hf-dflash: OSError: no such model (--debug shows where)\n")
+    assert run_cli("inspect") == (1, "", "hf-dflash: OSError: no such model (use --debug for the traceback)\n")
 
 
 def test_debug_shows_the_traceback(monkeypatch, failing):
@@ -73,7 +119,7 @@ def test_debug_shows_the_traceback(monkeypatch, failing):
         (["generate", "--", "--debug"], (["generate", "--", "--debug"], False)),
     ],
 )
-def test_debug_is_an_option_anywhere_but_behind_a_double_dash(arguments, expected):
+def test_debug_is_an_option_anywhere_but_after_a_double_dash(arguments, expected):
     assert app_module._without_debug(arguments) == expected
 
 

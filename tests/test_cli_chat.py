@@ -4,9 +4,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from hf_dflash.bench.pair import load_pair
-from hf_dflash.cli import chat as module
-from hf_dflash.cli.chat import Conversation
+from hf_dflash.pair import load_pair
+from hf_dflash_cli import chat
+from hf_dflash_cli import conversation as module
+from hf_dflash_cli.conversation import Conversation
 
 TOKENS = 12
 ARGUMENTS = {"max_new_tokens": TOKENS, "do_sample": False}
@@ -91,12 +92,12 @@ def test_ctrl_c_ends_the_answer_and_not_the_chat(pair, conversation, monkeypatch
 
 
 def test_block_size_is_checked_and_used(conversation):
-    assert "2 to 8" in module.obey(conversation, "/block", ["9"])
-    assert "number" in module.obey(conversation, "/block", ["two"])
-    module.obey(conversation, "/block", ["3"])
+    assert "2 to 8" in chat.run_command(conversation, "/block", ["9"])
+    assert "number" in chat.run_command(conversation, "/block", ["two"])
+    chat.run_command(conversation, "/block", ["3"])
     conversation.answer("hello")
     assert max(conversation.statistics.proposed) == 2
-    assert "8" in module.obey(conversation, "/block", [])
+    assert "8" in chat.run_command(conversation, "/block", [])
 
 
 def test_commands_between_turns(run_cli, tiny_folders):
@@ -106,9 +107,9 @@ def test_commands_between_turns(run_cli, tiny_folders):
     for expected in (
         "No answer yet",
         "forget the conversation",
-        "no command /nonsense",
+        "Unknown command /nonsense",
         "acceptance length tau",
-        "anew",
+        "new conversation",
     ):
         assert expected in ended.err
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from hf_dflash.cli import generate as module
+from hf_dflash_cli import answer as module
 
 
 @pytest.fixture
@@ -75,11 +75,12 @@ def test_chat_and_system_use_the_template(generate):
 
 
 def test_template_options_reach_the_template(generate):
-    shorter = json.loads(generate("hello", "-n", "4", "--json", "--chat", "--template", '{"brief": true}').out)
+    brief = ["--chat-template-kwargs", '{"brief": true}']
+    shorter = json.loads(generate("hello", "-n", "4", "--json", "--chat", *brief).out)
     chat = json.loads(generate("hello", "-n", "4", "--json", "--chat").out)
     assert shorter["prompt_tokens"] == chat["prompt_tokens"] - 1  # without <|end|>
-    assert generate("hello", "--template", "brief").code == 2
-    assert generate("hello", "--template", "[]").code == 2
+    assert generate("hello", "--chat-template-kwargs", "brief").code == 2
+    assert generate("hello", "--chat-template-kwargs", "[]").code == 2
 
 
 def test_check_finds_the_same_text(generate):
@@ -99,8 +100,8 @@ def test_check_tells_a_difference_and_ends_with_1(generate, monkeypatch):
     monkeypatch.setattr(module.Answer, "decode_plainly", spoiled)
     ended = generate("hello", "-n", "16", "--check")
     assert ended.code == 1
-    assert "no, they part at token 3 of 16" in ended.err
-    assert "NOT within the rounding of its float32 kernels" in " ".join(ended.err.split())
+    assert "no, they differ from token 3 of 16" in ended.err
+    assert "NOT within the numerical tolerance of its float32 kernels" in " ".join(ended.err.split())
 
 
 def test_block_size_and_trace(generate, tmp_path):

@@ -7,8 +7,8 @@ from lossless import prompt
 from oracle import oracle_draft, randomly
 
 from hf_dflash import UnsupportedOptionError, compare
-from hf_dflash.cache import TargetCache
-from hf_dflash.comparison import compare_texts
+from hf_dflash.decoding.comparison import compare_texts
+from hf_dflash.target.cache import TargetCache
 
 NEW = 24
 GREEDY = {"max_new_tokens": NEW, "do_sample": False}
@@ -51,7 +51,7 @@ def test_a_difference_has_the_margin_of_plain_generate(target):
     assert found.first_difference == 7
     assert found.margin == pytest.approx(best - second, abs=1e-4)
     assert 0 < found.bound < 1e-3 < found.margin
-    assert not found.within_rounding
+    assert not found.within_tolerance
 
 
 def test_a_difference_of_sampled_texts_has_the_margin_of_the_draw(target):
@@ -60,7 +60,7 @@ def test_a_difference_of_sampled_texts_has_the_margin_of_the_draw(target):
     found = compare_texts(target, INPUTS, ids, spoiled(ids, position), seed=5, **SAMPLED)
     assert found.first_difference == 7
     assert found.margin > found.bound > 0
-    assert not found.within_rounding
+    assert not found.within_tolerance
     # From another seed plain generate draws something else, so nothing can be said about its margin.
     assert compare_texts(target, INPUTS, ids, spoiled(ids, position), seed=6, **SAMPLED).margin is None
 
@@ -72,7 +72,7 @@ def test_a_tie_is_within_rounding(target):
     with torch.no_grad():
         target.lm_head.weight[twin] = target.lm_head.weight[int(ids[position])]
     found = compare_texts(target, INPUTS, ids, spoiled(ids, position, twin), **GREEDY)
-    assert (found.first_difference, found.margin, found.within_rounding) == (7, 0.0, True)
+    assert (found.first_difference, found.margin, found.within_tolerance) == (7, 0.0, True)
 
 
 def test_a_pad_token_in_the_text_is_read_like_any_other(target):
@@ -85,7 +85,7 @@ def test_a_pad_token_in_the_text_is_read_like_any_other(target):
 def test_a_text_that_merely_stops_sooner_is_no_rounding(target):
     ids = plain_text(target, GREEDY)
     found = compare_texts(target, INPUTS, ids, ids[:-3], **GREEDY)
-    assert (found.first_difference, found.margin, found.within_rounding) == (NEW - 3, None, False)
+    assert (found.first_difference, found.margin, found.within_tolerance) == (NEW - 3, None, False)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -104,7 +104,7 @@ def test_a_fault_of_the_roll_back_is_not_taken_for_rounding(monkeypatch, dtype):
     monkeypatch.setattr(TargetCache, "commit", too_much)
     found = compare(target, draft, prompt(), **GREEDY)
     assert not found.same
-    assert not found.within_rounding
+    assert not found.within_tolerance
 
 
 def test_a_batch_is_refused(target):

@@ -7,7 +7,7 @@ from lossless import both, prompt
 from oracle import fixed, oracle_draft, randomly
 
 from hf_dflash import UnsupportedOptionError, UnsupportedTargetError
-from hf_dflash.target import Target
+from hf_dflash.target.target import Target
 
 OPTIONS = {"max_new_tokens": 16, "do_sample": False}
 

@@ -6,8 +6,8 @@ import pytest
 from tiny_drafts import tiny_config
 from transformers import AutoConfig
 
-from hf_dflash.configuration_dflash import DFlashConfig, find_problems
-from hf_dflash.errors import CheckpointError, UnsupportedOptionError
+from hf_dflash.draft.configuration_dflash import DFlashConfig, find_problems
+from hf_dflash.draft.errors import CheckpointError, UnsupportedOptionError
 
 
 def refusal(version: int = 1, **overrides) -> str:

@@ -10,7 +10,7 @@ from tiny_drafts import tiny_draft
 from transformers import GenerationConfig, GenerationMixin, LlamaForCausalLM, MuseGlimmerAssistantModel, __version__
 
 import hf_dflash
-from hf_dflash import dispatch, generation
+from hf_dflash.decoding import dispatch, generate
 
 NEW = 20
 
@@ -24,8 +24,8 @@ def target():
 def rows_decoded(monkeypatch):
     """How many rows our loop decoded."""
     decoded = []
-    decode = generation.decode
-    monkeypatch.setattr(generation, "decode", lambda *a, **k: (decoded.append(1), decode(*a, **k))[1])
+    decode = generate.decode
+    monkeypatch.setattr(generate, "decode", lambda *a, **k: (decoded.append(1), decode(*a, **k))[1])
     return decoded
 
 
@@ -196,7 +196,7 @@ def test_defaults_in_a_prepared_generation_config_are_nobodys_wish(target, rows_
 
 def test_the_exported_folder_reaches_the_loop(target, tmp_path, rows_decoded):
 
-    from hf_dflash.hub import export_draft
+    from hf_dflash.draft.hub import export_draft
 
     source, folder = tmp_path / "draft", tmp_path / "exported"
     tiny_draft(hidden_size=64, vocab_size=384).save_pretrained(source)

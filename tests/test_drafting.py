@@ -9,8 +9,8 @@ from lossless import prompt
 from tiny_drafts import tiny_draft
 from transformers import DynamicCache
 
-from hf_dflash.drafting import DFlashCandidateGenerator, DraftContext, draft_context
-from hf_dflash.target import Target
+from hf_dflash.decoding.drafting import DFlashCandidateGenerator, DraftContext, draft_context
+from hf_dflash.target.target import Target
 
 WIDTH = 2 * 64
 

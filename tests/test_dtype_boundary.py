@@ -9,7 +9,7 @@ from tiny_drafts import tiny_draft
 from torch import nn
 
 from hf_dflash import DraftDtypeError, compare
-from hf_dflash.target import Target
+from hf_dflash.target.target import Target
 
 BLOCK = 6
 GREEDY = {"max_new_tokens": 24, "do_sample": False}
@@ -40,7 +40,7 @@ def test_every_pair_of_dtypes_runs_and_keeps_the_text(target_dtype, draft_dtype,
     draft.to(draft_dtype)
     statistics = []
     found = compare(target, draft, prompt(), seed=0, stats=statistics.append, **options)
-    assert found.same or (target_dtype is not torch.float32 and found.within_rounding), found
+    assert found.same or (target_dtype is not torch.float32 and found.within_tolerance), found
     assert len(set(statistics[0].accepted)) > 2
     assert draft.dtype is draft_dtype
 
@@ -50,7 +50,7 @@ def test_every_pair_of_dtypes_runs_and_keeps_the_text(target_dtype, draft_dtype,
 def test_a_real_proposal_of_a_bfloat16_draft_for_a_float16_target(family, version):
     target, draft = target_in(torch.float16, family), draft_in(torch.bfloat16, version=version)
     found = compare(target, draft, prompt(), **GREEDY)
-    assert found.same or found.within_rounding, found
+    assert found.same or found.within_tolerance, found
 
 
 @pytest.mark.parametrize("target_dtype", TARGET_DTYPES, ids=str)
@@ -105,7 +105,7 @@ def test_own_embeddings_and_an_own_head_need_no_cast_of_the_targets():
     target = target_in(torch.float16)
     seen = inputs_seen_by(draft.lm_head)
     found = compare(target, draft, prompt(), **GREEDY)
-    assert found.same or found.within_rounding, found
+    assert found.same or found.within_tolerance, found
     assert set(seen) == {torch.bfloat16}
 
 
@@ -123,7 +123,7 @@ def test_a_float16_target_gives_the_draft_what_a_float32_target_gives():
 
 
 class Sealed(nn.Module):
-    """An embedding or head that can be called, while its weight cannot be looked at, as where it is quantised."""
+    """An embedding or head that can be called, while its weight cannot be looked at, as where it is quantized."""
 
     def __init__(self, inner: nn.Module):
         super().__init__()
@@ -153,5 +153,5 @@ def test_a_head_with_soft_cap_and_scaled_embeddings_in_float16():
     text = target.generate(prompt(), **GREEDY)
     draft = oracle_draft(target, text, all_right, block_size=BLOCK, strict=False, final_logit_softcapping=30.0)
     found = compare(target, draft.to(torch.bfloat16), prompt(), **GREEDY)
-    assert found.same or found.within_rounding, found
+    assert found.same or found.within_tolerance, found
     assert set(seen) == {torch.float16}

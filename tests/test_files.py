@@ -4,23 +4,23 @@ import os
 
 import pytest
 
-from hf_dflash.files import write_whole
+from hf_dflash.files import atomic_write
 
 
 def test_a_file_is_written_and_replaced(tmp_path):
     for text in ("first", "zweite Größe"):
-        write_whole(tmp_path / "file.json", text)
+        atomic_write(tmp_path / "file.json", text)
         assert (tmp_path / "file.json").read_text(encoding="utf-8") == text
     assert [path.name for path in tmp_path.iterdir()] == ["file.json"]
 
 
 def test_a_writing_that_ends_in_the_middle_leaves_the_old_file(tmp_path, monkeypatch):
-    write_whole(tmp_path / "file.json", "old")
+    atomic_write(tmp_path / "file.json", "old")
 
     def end(*_):
         raise KeyboardInterrupt
 
     monkeypatch.setattr(os, "replace", end)
     with pytest.raises(KeyboardInterrupt):
-        write_whole(tmp_path / "file.json", "new")
+        atomic_write(tmp_path / "file.json", "new")
     assert (tmp_path / "file.json").read_text() == "old"

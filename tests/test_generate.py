@@ -29,7 +29,7 @@ from hf_dflash import (
     UnsupportedOptionError,
     UnsupportedTargetError,
 )
-from hf_dflash.cache import CACHE_KEYWORD
+from hf_dflash.target.cache import CACHE_KEYWORD
 
 NEW = 24
 
@@ -461,10 +461,10 @@ def test_statistics_trace_and_output(target, tmp_path):
 
 
 def test_near_zero_acceptance_warns_once(target, monkeypatch):
-    from hf_dflash import outputs
+    from hf_dflash.decoding import statistics
 
     said = []
-    monkeypatch.setattr(outputs.logger, "warning", said.append)
+    monkeypatch.setattr(statistics.logger, "warning", said.append)
     reference = target.generate(prompt(), max_new_tokens=80, do_sample=False)
     for pattern, warnings in ((fixed(0), 1), (fixed(2), 0)):
         said.clear()
@@ -479,7 +479,7 @@ def test_the_prompts_taps_are_freed(target, length):
     """After the first block nothing as long as the prompt waits: the draft's peak is its cache and the prompt's taps
     once.
     """
-    from hf_dflash.drafting import DraftContext
+    from hf_dflash.decoding.drafting import DraftContext
 
     waiting = []
     take = DraftContext.take

@@ -17,11 +17,11 @@ from torch import nn
 from typer.testing import CliRunner
 
 import hf_dflash
-from hf_dflash import hub
-from hf_dflash.cli.app import app
-from hf_dflash.errors import CheckpointError
-from hf_dflash.hub import export_draft, model_card
-from hf_dflash.loading import load_draft
+from hf_dflash.draft import hub
+from hf_dflash.draft.errors import CheckpointError
+from hf_dflash.draft.hub import export_draft, model_card
+from hf_dflash.draft.loading import load_draft
+from hf_dflash_cli.app import app
 
 REPOSITORY = Path(__file__).parent.parent
 HUB_FILES = {"configuration_dflash.py", "errors.py", "masking_dflash.py", "modeling_dflash.py"}
@@ -123,7 +123,7 @@ def test_a_folder_has_everything_that_the_hub_needs(tmp_path):
     custom = {"custom_generate/generate.py", "custom_generate/requirements.txt"}
     assert contents(folder) == HUB_FILES | others | custom
     for name in HUB_FILES:
-        assert (folder / name).read_bytes() == (REPOSITORY / "hf_dflash" / name).read_bytes()
+        assert (folder / name).read_bytes() == (REPOSITORY / "hf_dflash" / "draft" / name).read_bytes()
     assert (folder / "custom_generate/requirements.txt").read_text().split() == ["hf-dflash"]
     config = json.loads((folder / "config.json").read_text())
     assert config["model_type"] == "dflash" and config["architectures"] == ["DFlashDraftModel"]
@@ -307,7 +307,7 @@ for name in ("first", "second"):
     text = target.generate(ids, **custom, custom_generate=f"{folder}/{name}")
     facts[name] = torch.equal(text, plain)
 import hf_dflash
-from hf_dflash.hub.generate import generate
+from hf_dflash.draft.hub.generate import generate
 facts["adopted"] = torch.equal(target.generate(ids, **options, assistant_model=remote, stats=seen.append), plain)
 draft = hf_dflash.load_draft(f"{folder}/first")
 facts["given"] = torch.equal(generate(target, draft=draft, inputs=ids, **options, stats=seen.append), plain)

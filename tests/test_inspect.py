@@ -8,8 +8,8 @@ from published import PUBLISHED, publish
 from transformers import LlamaConfig
 from typer.testing import CliRunner
 
-from hf_dflash.cli.app import app
-from hf_dflash.inspection import inspect_draft
+from hf_dflash.draft.inspection import inspect_draft
+from hf_dflash_cli.app import app
 
 CONFIGS = Path(__file__).parent / "data" / "configs"
 SOUND = sorted(path.stem for path in CONFIGS.glob("*.json") if not path.stem.startswith("laguna"))
@@ -64,7 +64,7 @@ def test_what_people_read(tmp_path):
     publish(tmp_path, "z-lab-nested")
     code, output = run(tmp_path)
     assert code == 0
-    for words in ("z-lab-nested", "sliding_attention, full_attention", "0, 2", "127", "bfloat16", "Nothing is wrong."):
+    for words in ("z-lab-nested", "sliding_attention, full_attention", "0, 2", "127", "bfloat16", "No problems found."):
         assert words in output
     assert "None" not in output and "[" not in output
 
@@ -80,7 +80,7 @@ def test_all_problems_of_a_broken_draft_are_listed(tmp_path):
     assert len(problems) == 3
     assert all(any(f"`{key}`" in text for text in problems) for key in ("block_size", "rope_theta", "mask_token_id"))
     code, output = run(tmp_path)
-    assert code == 1 and output.count("wrong:") == 3 and "Nothing is wrong" not in output
+    assert code == 1 and output.count("error:") == 3 and "No problems found" not in output
 
 
 def test_tensors_are_checked(tmp_path):
@@ -113,7 +113,7 @@ def test_a_float16_checkpoint_is_a_problem(tmp_path):
 def test_a_pair_that_fits(tmp_path, target):
     publish(tmp_path)
     code, output = run(tmp_path, "--target", target)
-    assert code == 0 and "They belong together." in output
+    assert code == 0 and "The draft fits the target." in output
     said = inspect_draft(tmp_path, target).as_dict()
     assert said["pairs"] is True and said["target"]["num_hidden_layers"] == 6
     assert json.loads(json.dumps(said)) == said
@@ -121,18 +121,18 @@ def test_a_pair_that_fits(tmp_path, target):
 
 def test_a_pair_that_does_not_fit(tmp_path, target):
     code, output = run(folder_of("qwen3-8b-dflash-b16", tmp_path), "--target", target)
-    assert code == 1 and "They do not belong together." in output
+    assert code == 1 and "The draft does not fit the target." in output
     for numbers in ("size 4096", "size 64", "151936", "one of 128", "36 layers", "has 6"):
         assert numbers in output
 
 
-def test_a_special_mask_token_of_the_target_is_odd(tmp_path, target):
+def test_a_special_mask_token_of_the_target_is_a_warning(tmp_path, target):
     LlamaConfig(
         hidden_size=64, vocab_size=128, num_hidden_layers=6, num_attention_heads=4, eos_token_id=127
     ).save_pretrained(target)
     publish(tmp_path)
     code, output = run(tmp_path, "--target", target)
-    assert code == 0 and "odd:" in output and "`eos_token_id`" in output
+    assert code == 0 and "warning:" in output and "`eos_token_id`" in output
 
 
 def test_a_target_that_cannot_be_read_is_a_problem(tmp_path):

@@ -1,4 +1,4 @@
-"""Published layouts: recognised, read into the canonical form, or refused by name."""
+"""Published layouts: recognized, read into the canonical form, or refused by name."""
 
 import copy
 import json
@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from hf_dflash.configuration_dflash import DFlashConfig
-from hf_dflash.errors import CheckpointError
-from hf_dflash.layouts import LAYOUTS, read, recognise, to_canonical, unsupported_family
+from hf_dflash.draft.configuration_dflash import DFlashConfig
+from hf_dflash.draft.errors import CheckpointError
+from hf_dflash.draft.layouts import LAYOUTS, read, recognize, to_canonical, unsupported_family
 
 CONFIGS = Path(__file__).parent / "data" / "configs"
 S, F = "sliding_attention", "full_attention"
@@ -86,7 +86,7 @@ def test_published_configuration(name):
     before = copy.deepcopy(raw)
     config = to_canonical(raw)
     assert raw == before
-    assert recognise(raw).name == config.source_layout == layout
+    assert recognize(raw).name == config.source_layout == layout
     assert (config.block_size, config.mask_token_id, config.target_layer_ids) == (block, mask, taps)
     assert (config.layer_types, config.num_hidden_layers, config.hidden_size) == (types, len(types), hidden)
     assert (config.num_attention_heads, config.num_key_value_heads, config.head_dim) == heads
@@ -340,11 +340,11 @@ def test_selector_keys_without_the_dflash_2_architecture_are_not_ignored():
         ("shift_label", True, "shifted by one"),
         ("norm_before_fc", True, "norm in front of `fc`"),
         ("logit_scale", 0.5, "logit scale"),
-        ("quantization_config", {"quant_method": "gptq"}, "quantised draft weights"),
+        ("quantization_config", {"quant_method": "gptq"}, "quantized draft weights"),
     ],
 )
 @pytest.mark.parametrize("name", ["qwen3-8b-dflash-b16", "speculators-qwen3-8b-dflash"])
-def test_options_that_cannot_be_honoured_are_refused_by_name(name, key, value, meaning):
+def test_options_that_cannot_be_honored_are_refused_by_name(name, key, value, meaning):
     message = refusal({**fixture(name), key: value})
     assert f"`{key}` (top level) is {value!r}" in message and meaning in message
 
@@ -369,7 +369,7 @@ def test_an_option_at_its_harmless_value_passes(value):
 )
 def test_relatives_are_refused_by_name(family, raw):
     assert unsupported_family(raw) == family
-    assert recognise(raw) is None
+    assert recognize(raw) is None
     message = refusal(raw)
     assert message.startswith(f"This is a {family} draft") and "not supported yet" in message
 
@@ -385,7 +385,7 @@ def test_relatives_are_refused_by_name(family, raw):
     ],
 )
 def test_an_ordinary_model_is_no_draft(raw):
-    assert recognise(raw) is None
+    assert recognize(raw) is None
     message = refusal(raw)
     assert "This is no DFlash draft" in message and "`dflash_config`" in message
 

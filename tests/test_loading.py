@@ -14,9 +14,9 @@ from tiny_drafts import tiny_config, tiny_draft
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config
 
-from hf_dflash.configuration_dflash import DFlashConfig
-from hf_dflash.errors import CheckpointError, DraftDtypeError, PairingError, UnsupportedOptionError
-from hf_dflash.loading import (
+from hf_dflash.draft.configuration_dflash import DFlashConfig
+from hf_dflash.draft.errors import CheckpointError, DraftDtypeError, PairingError, UnsupportedOptionError
+from hf_dflash.draft.loading import (
     TargetFacts,
     adopt_draft,
     check_pairing,
@@ -25,8 +25,8 @@ from hf_dflash.loading import (
     is_draft_checkpoint,
     load_draft,
 )
-from hf_dflash.modeling_dflash import DFlash2DraftModel, DFlashDraftModel
-from hf_dflash.target import Target
+from hf_dflash.draft.modeling_dflash import DFlash2DraftModel, DFlashDraftModel
+from hf_dflash.target.target import Target
 
 # What a checkpoint can say of its target besides the network's own values, or does not say at all.
 ABOUT_THE_CHECKPOINT = {
@@ -396,7 +396,7 @@ MEASURE = """
 import sys
 import torch
 from pathlib import Path
-from hf_dflash.loading import load_draft
+from hf_dflash.draft.loading import load_draft
 
 def peak():
     lines = Path("/proc/self/status").read_text().splitlines()

@@ -97,7 +97,7 @@ def test_sampled_texts_of_two_seeds_differ(llama):
     assert texts[0] != texts[1]
 
 
-def test_the_random_state_afterwards_is_plain_generates(llama):
+def test_the_random_state_afterward_is_plain_generates(llama):
     torch.manual_seed(5)
     reference = llama.generate(prompt(), max_new_tokens=NEW, do_sample=True)
     state = torch.random.get_rng_state()
@@ -262,7 +262,7 @@ def test_outputs_of_return_dict(family, mode):
         **MODES[mode],
     )
     assert len(pair.plain.attentions) == 20
-    assert not is_close(pair.plain.scores[3], pair.ours.scores[4]), "the bound could not tell neighbours apart"
+    assert not is_close(pair.plain.scores[3], pair.ours.scores[4]), "the bound could not tell neighbors apart"
     assert_same(pair)
     assert pair.ours.dflash_stats.new_tokens == 20
 
@@ -376,7 +376,7 @@ def _tolerant(draft):
 
 def test_a_wrong_loop_is_caught(llama, monkeypatch):
     """The control of this file: a loop that keeps one rejected candidate in the cache gives another text."""
-    from hf_dflash.cache import TargetCache
+    from hf_dflash.target.cache import TargetCache
 
     commit = TargetCache.commit
     monkeypatch.setattr(TargetCache, "commit", lambda self, kept, n: commit(self, (kept + 1).clamp(max=n), n))

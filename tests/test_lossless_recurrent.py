@@ -7,7 +7,7 @@ from lossless import MODES, PATTERNS, assert_same, assert_varied, both, prompt
 from oracle import fixed, oracle_draft, randomly
 from transformers import DynamicCache
 
-from hf_dflash.errors import DFlashError
+from hf_dflash.draft.errors import DFlashError
 
 NEW = 32
 RECURRENT = [name for name in SERVED if FAMILIES[name].recurrent]
@@ -65,7 +65,7 @@ class TestTheCache:
         texts = {self.two_turns(target, first, second) for first in (False, True) for second in (False, True)}
         assert len(texts) == 1
 
-    def test_plain_generate_is_untouched_afterwards(self, name):
+    def test_plain_generate_is_untouched_afterward(self, name):
         target = target_of(name)
         before = target.generate(prompt(), max_new_tokens=16, do_sample=False)
         both(target, {"inputs": prompt()}, fixed(2), max_new_tokens=16, do_sample=False)

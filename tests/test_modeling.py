@@ -13,9 +13,9 @@ from torch import nn
 from transformers.cache_utils import DFlashCache
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from hf_dflash.errors import CheckpointError, DraftDtypeError, PairingError, UnsupportedOptionError
-from hf_dflash.masking_dflash import BlockMasks
-from hf_dflash.modeling_dflash import DFlash2DraftModel, DFlashDraftModel
+from hf_dflash.draft.errors import CheckpointError, DraftDtypeError, PairingError, UnsupportedOptionError
+from hf_dflash.draft.masking_dflash import BlockMasks
+from hf_dflash.draft.modeling_dflash import DFlash2DraftModel, DFlashDraftModel
 
 HIDDEN, TAPS_WIDTH, BLOCK = 64, 128, 8
 TOLERANCE = 1e-5

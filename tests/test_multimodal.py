@@ -16,7 +16,7 @@ from oracle import fixed, oracle_draft, randomly
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import DynamicCache, PreTrainedTokenizerFast
 
-from hf_dflash.target import Target
+from hf_dflash.target.target import Target
 
 PIL = pytest.importorskip("PIL.Image")
 
@@ -32,7 +32,7 @@ def target_of(name: str):
 
 
 def picture(seed: int = 0):
-    """A generated picture: coloured noise of 32 x 32 pixels."""
+    """A generated picture: colored noise of 32 x 32 pixels."""
     noise = numpy.random.default_rng(seed).integers(0, 255, (32, 32, 3), dtype=numpy.uint8)
     return PIL.fromarray(noise)
 

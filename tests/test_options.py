@@ -5,7 +5,7 @@ from tiny_drafts import tiny_config
 from transformers import GenerationConfig
 
 from hf_dflash import UnsupportedOptionError
-from hf_dflash.options import (
+from hf_dflash.decoding.options import (
     OTHER_ASSISTANCE,
     fields_set_in,
     refuse_options,

@@ -5,15 +5,15 @@ import shutil
 from pathlib import Path
 
 import pytest
-from quantised_targets import is_installed
+from quantized_targets import is_installed
 from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
 
-from hf_dflash.bench.pair import EXTRAS, load_target
-from hf_dflash.bench.smollm2 import installed_gguf
-from hf_dflash.errors import MissingPackageError
+from hf_dflash.draft.errors import MissingPackageError
+from hf_dflash.pair import EXTRAS, load_target
+from hf_dflash.smollm2 import installed_gguf
 
-#: What config.json says of a quantised checkpoint, and what is imported to load it.
-QUANTISED = {
+#: What config.json says of a quantized checkpoint, and what is imported to load it.
+QUANTIZED = {
     "awq": ({"quant_method": "awq", "bits": 4, "group_size": 64, "zero_point": True}, "gptqmodel"),
     "gptq": ({"quant_method": "gptq", "bits": 4, "group_size": 32}, "gptqmodel"),
     "bitsandbytes": ({"quant_method": "bitsandbytes", "load_in_4bit": True}, "bitsandbytes"),
@@ -28,7 +28,7 @@ QUANTISED = {
 
 @pytest.fixture
 def checkpoint(tiny_folders, tmp_path):
-    """Makes a checkpoint that says of itself how it is quantised."""
+    """Makes a checkpoint that says of itself how it is quantized."""
 
     def make(entry: dict) -> str:
         folder = Path(shutil.copytree(tiny_folders.target, tmp_path / "target"))
@@ -39,9 +39,9 @@ def checkpoint(tiny_folders, tmp_path):
     return make
 
 
-@pytest.mark.parametrize("method", QUANTISED)
+@pytest.mark.parametrize("method", QUANTIZED)
 def test_a_missing_package_is_one_line_that_says_what_to_install(checkpoint, method):
-    entry, package = QUANTISED[method]
+    entry, package = QUANTIZED[method]
     if is_installed(package):
         pytest.skip(f"{package} is installed")
     with pytest.raises(MissingPackageError) as refusal:
@@ -53,7 +53,7 @@ def test_a_missing_package_is_one_line_that_says_what_to_install(checkpoint, met
 @pytest.mark.parametrize(
     "entry, options, expected",
     [
-        (QUANTISED["awq"][0], {}, r"hf-dflash\[awq\]"),
+        (QUANTIZED["awq"][0], {}, r"hf-dflash\[awq\]"),
         ({}, {}, "needs widgets>=3"),
         ({}, {"gguf_file": "model.gguf"}, r"hf-dflash\[gguf\]"),
     ],
@@ -68,9 +68,9 @@ def test_a_package_that_is_too_old_is_named(checkpoint, monkeypatch, entry, opti
     assert "widgets>=3" in str(refusal.value) and "\n" not in str(refusal.value)
 
 
-@pytest.mark.quantised
-def test_a_quantised_checkpoint_is_loaded_as_what_it_is(tiny_folders, tmp_path):
-    """Without a flag: a quantisation that is not asked for must not go before the checkpoint's own."""
+@pytest.mark.quantized
+def test_a_quantized_checkpoint_is_loaded_as_what_it_is(tiny_folders, tmp_path):
+    """Without a flag: a quantization that is not asked for must not go before the checkpoint's own."""
     pytest.importorskip("bitsandbytes")
     config = BitsAndBytesConfig(load_in_4bit=True)
     AutoModelForCausalLM.from_pretrained(tiny_folders.target, quantization_config=config).save_pretrained(tmp_path)
@@ -84,6 +84,6 @@ def test_generate_with_a_gguf_file_of_a_package(run_cli, smollm2):
     """A checkpoint as people have it on their disks, from the command line, its text compared with plain generate's."""
     file = installed_gguf()
     options = ["--gguf-file", file.name, "--dtype", "float32", "--chat", "-n", "24", "--check"]
-    ended = run_cli("generate", "-t", file.parent, "-d", smollm2.draft, *options, "Name three colours.")
+    ended = run_cli("generate", "-t", file.parent, "-d", smollm2.draft, *options, "Name three colors.")
     assert ended.code == 0, ended.err
     assert "same text as plain generate: yes" in ended.err

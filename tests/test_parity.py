@@ -15,8 +15,8 @@ from torch import nn
 from transformers import DynamicCache, Qwen3Config
 from transformers.cache_utils import DFlashCache
 
-from hf_dflash.loading import load_draft
-from hf_dflash.modeling_dflash import DFlash2DraftModel, DFlashDraftModel
+from hf_dflash.draft.loading import load_draft
+from hf_dflash.draft.modeling_dflash import DFlash2DraftModel, DFlashDraftModel
 
 TOLERANCE = 1e-5
 HIDDEN, VOCABULARY, BLOCK, WINDOW = 64, 128, 8, 6
@@ -38,8 +38,8 @@ CASES = {
 }
 
 
-def randomise(model: nn.Module, scale: float) -> None:
-    """Random weights for every parameter, whatever its model's own initialisation would leave alone."""
+def randomize(model: nn.Module, scale: float) -> None:
+    """Random weights for every parameter, whatever its model's own initialization would leave alone."""
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for name, weight in model.named_parameters():
@@ -101,7 +101,7 @@ def authors_pair(tmp_path: Path, version: int, case: dict):
     config = Qwen3Config(**raw)
     config._attn_implementation = "sdpa"
     theirs = (dflash.DFlash2DraftModel if version == 2 else dflash.DFlashDraftModel)(config).eval()
-    randomise(theirs, WEIGHT_SCALE[version])
+    randomize(theirs, WEIGHT_SCALE[version])
     published = {name.replace("_codebook.weight", "_codebook"): w for name, w in theirs.state_dict().items()}
     ours = load_draft(write_checkpoint(tmp_path, raw, published), dtype=torch.float32)
     assert type(ours) is (DFlash2DraftModel if version == 2 else DFlashDraftModel)
@@ -156,7 +156,7 @@ def test_equal_to_the_authors_network_round_after_round(tmp_path, version: int, 
 def test_the_selectors_path_is_not_the_position_by_position_argmax(tmp_path):
     """Guards the comparison of paths above: there the selector must have something to say."""
     theirs, ours = authors_pair(tmp_path, 2, CASES["full"])
-    randomise(ours.candidate_selector, 1.0)
+    randomize(ours.candidate_selector, 1.0)
     for name in ("predecessor_codebook", "successor_codebook"):
         getattr(theirs.candidate_selector, name).weight.copy_(getattr(ours.candidate_selector, name))
     theirs.candidate_selector.hidden_projection.weight.copy_(ours.candidate_selector.hidden_projection.weight)
@@ -194,7 +194,7 @@ def muse_pair(tmp_path: Path, layer_types: list[str], window: int):
         target_layer_ids=[1, 3],
     )
     theirs = MuseGlimmerAssistantModel(config).eval()
-    randomise(theirs, WEIGHT_SCALE[1])
+    randomize(theirs, WEIGHT_SCALE[1])
     raw = {**json.loads(config.to_json_string(use_diff=False)), "sliding_window": window}
     raw["architectures"] = ["MuseGlimmerAssistantModel"]
     return theirs, load_draft(write_checkpoint(tmp_path, raw, theirs.state_dict()), dtype=torch.float32)

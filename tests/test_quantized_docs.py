@@ -1,18 +1,18 @@
-"""The tables of docs/quantised-targets.md say what the stored results say."""
+"""The tables of docs/quantized-targets.md say what the stored results say."""
 
 import importlib.util
 import json
 from pathlib import Path
 
 import pytest
-from quantised_targets import KINDS, REFUSED
+from quantized_targets import KINDS, REFUSED
 
 ROOT = Path(__file__).parent.parent
 
 
 @pytest.fixture(scope="module")
 def script():
-    spec = importlib.util.spec_from_file_location("quantised_table", ROOT / "scripts" / "quantised_table.py")
+    spec = importlib.util.spec_from_file_location("quantized_table", ROOT / "scripts" / "quantized_table.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module

@@ -1,14 +1,14 @@
-"""Quantised targets with a bfloat16 draft: plain generate's text, or a difference that the kernels' rounding explains.
+"""Quantized targets with a bfloat16 draft: plain generate's text, or a difference that the kernels' rounding explains.
 
 Packages that are not installed skip their kinds. The kinds that take long are marked slow; their findings are stored in
-docs/data/quantised-targets.json by `scripts/quantised_table.py`.
+docs/data/quantized-targets.json by `scripts/quantized_table.py`.
 """
 
 import pytest
 import torch
-from quantised_targets import KINDS, MODES, examine, load
+from quantized_targets import KINDS, MODES, examine, load
 
-pytestmark = pytest.mark.quantised
+pytestmark = pytest.mark.quantized
 
 
 def case(name: str, dtype: torch.dtype, quick: bool):
@@ -58,11 +58,11 @@ def test_the_checkpoint_means_the_weights_that_it_was_made_from(name, part):
 
 
 @pytest.mark.parametrize("name, head", [("bnb-nf4-head", "Linear4bit"), ("bnb-int8-head", "Linear8bitLt")])
-def test_the_heads_of_these_kinds_are_quantised(name, head):
+def test_the_heads_of_these_kinds_are_quantized(name, head):
     assert type(loaded(name, torch.float16).lm_head).__name__ == head
 
 
-def test_the_embedding_and_head_of_torchao_are_quantised():
+def test_the_embedding_and_head_of_torchao_are_quantized():
     target = loaded("torchao-int8-whole", torch.float16)
     for module in (target.get_input_embeddings(), target.get_output_embeddings()):
         assert type(module.weight).__name__.startswith("Int")

@@ -13,8 +13,8 @@ from families import FAMILIES
 from rollback import cycle, decode_plainly, largest_differences, read_in_blocks
 from torch import nn
 
-from hf_dflash.cache import TargetCache
-from hf_dflash.cache.recurrent import RecurrentLayer
+from hf_dflash.target.cache import TargetCache
+from hf_dflash.target.cache.recurrent import RecurrentLayer
 
 NEW = 36
 #: Prompts of one token, below and at the convolution width, in the middle, and beyond windows and chunks (8 and 64).

@@ -5,8 +5,8 @@ import torch
 from transformers import DynamicCache
 
 from hf_dflash import UnsupportedOptionError
-from hf_dflash.cache import CACHE_KEYWORD
-from hf_dflash.rows import padding_before, prompt_length, row_kwargs
+from hf_dflash.decoding.rows import padding_before, prompt_length, row_kwargs
+from hf_dflash.target.cache import CACHE_KEYWORD
 
 
 def batch_kwargs():

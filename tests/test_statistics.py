@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from hf_dflash import DFlashStatistics
-from hf_dflash.outputs import RoundTrace
+from hf_dflash.decoding.statistics import RoundTrace
 
 
 def test_every_figure_of_four_rounds():
@@ -32,7 +32,7 @@ def test_before_the_first_round():
 
 def test_phases_and_what_is_outside_of_them_add_up(monkeypatch):
     clock = iter([0.0, 1.0, 4.0, 6.0, 7.5, 10.0])
-    monkeypatch.setattr("hf_dflash.outputs.time.perf_counter", lambda: next(clock))
+    monkeypatch.setattr("hf_dflash.decoding.statistics.time.perf_counter", lambda: next(clock))
     statistics = DFlashStatistics()
     with statistics.whole():
         with statistics.phase("propose"):

@@ -11,7 +11,7 @@ from transformers import GenerationConfig
 from transformers.utils import ModelOutput
 
 from hf_dflash import UnsupportedTargetError
-from hf_dflash.target import Target
+from hf_dflash.target.target import Target
 
 
 @pytest.fixture(scope="module")

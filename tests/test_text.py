@@ -7,7 +7,7 @@ from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengt
 from transformers.utils import ModelOutput
 
 from hf_dflash import UnsupportedOptionError
-from hf_dflash.continuation import Continuation, Records, _attention_row
+from hf_dflash.decoding.text import Continuation, Records, _attention_row
 
 
 def logits_saying(*tokens, vocabulary=10):

@@ -7,8 +7,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from hf_dflash.errors import MissingPackageError, TrainingError
-from hf_dflash.training.prompts import Prompt, batches, read_prompts, to_messages
+from hf_dflash.draft.errors import MissingPackageError, PromptError, TrainingError
+from hf_dflash.prompts import to_messages
+from hf_dflash.training.prompts import TokenizedPrompt, batches, read_prompts
 from hf_dflash.training.records import RecordDataset, collate, read_records, split
 from hf_dflash.training.regenerate import RegenerationSettings, regenerate
 from tests.tiny_training import tiny_target, write_records
@@ -57,7 +58,7 @@ def test_rows_become_messages_up_to_the_last_user_turn():
     ],
 )
 def test_rows_that_are_no_prompts(row, message):
-    with pytest.raises(TrainingError, match=message):
+    with pytest.raises(PromptError, match=message):
         to_messages(row, "x")
 
 
@@ -66,8 +67,8 @@ def test_prompts_are_deduplicated_and_long_ones_left_out(tmp_path):
         tmp_path / "p.jsonl", [{"prompt": "one"}, {"prompt": "two"}, {"prompt": "one"}, {"prompt": "x" * 99}]
     )
     prompts = read_prompts(path, Letters(), max_prompt_tokens=30)
-    assert [prompt.source["prompt"] for prompt in prompts] == ["one", "two"]
-    assert read_prompts(path, Letters(), template_options={"mood": "sad"})[0].ids != prompts[0].ids
+    assert [prompt.row["prompt"] for prompt in prompts] == ["one", "two"]
+    assert read_prompts(path, Letters(), chat_template_kwargs={"mood": "sad"})[0].ids != prompts[0].ids
 
 
 def test_broken_prompt_files(tmp_path):
@@ -75,14 +76,14 @@ def test_broken_prompt_files(tmp_path):
     with pytest.raises(TrainingError, match="is empty"):
         read_prompts(tmp_path / "empty.jsonl", Letters())
     (tmp_path / "broken.jsonl").write_text('{"prompt": "a"}\n{"prompt": \n')
-    with pytest.raises(TrainingError, match="line 2: not JSON"):
+    with pytest.raises(PromptError, match="line 2: not JSON"):
         read_prompts(tmp_path / "broken.jsonl", Letters())
     with pytest.raises(TrainingError, match="no prompt is left"):
         read_prompts(prompts_file(tmp_path / "long.jsonl", [{"prompt": "abc"}]), Letters(), max_prompt_tokens=2)
 
 
 def test_batches_group_like_lengths_and_lose_nothing():
-    prompts = [Prompt(tuple(range(n % 7 + 1)) + (n,)) for n in range(20)]
+    prompts = [TokenizedPrompt(tuple(range(n % 7 + 1)) + (n,)) for n in range(20)]
     cut = batches(prompts, batch_size=4, window=2)
     assert sorted(p.key for batch in cut for p in batch) == sorted(p.key for p in prompts)
     assert [len(p.ids) for batch in cut[:2] for p in batch] == sorted(len(p.ids) for p in prompts[:8])
@@ -98,7 +99,7 @@ def target():
 def some_prompts():
     generator = torch.Generator().manual_seed(3)
     return [
-        Prompt(tuple(torch.randint(2, 90, (3 + n % 4,), generator=generator).tolist()), {"kind": "k"})
+        TokenizedPrompt(tuple(torch.randint(2, 90, (3 + n % 4,), generator=generator).tolist()), {"kind": "k"})
         for n in range(10)
     ]
 
@@ -206,11 +207,11 @@ def test_collated_rows_are_padded_on_the_right(tmp_path):
 
 def test_a_name_that_is_no_file_needs_datasets(monkeypatch):
     monkeypatch.setitem(sys.modules, "datasets", None)
-    with pytest.raises(MissingPackageError, match="'some/data' is no file.*pip install datasets"):
+    with pytest.raises(MissingPackageError, match="'some/data' is not a file.*pip install datasets"):
         read_prompts("some/data", Letters())
 
 
 def test_a_name_that_is_no_file_is_read_with_datasets(monkeypatch):
     loaded = SimpleNamespace(load_dataset=lambda name, split: [{"prompt": f"{name} {split}"}])
     monkeypatch.setitem(sys.modules, "datasets", loaded)
-    assert read_prompts("some/data", Letters(), split="test")[0].source == {"prompt": "some/data test"}
+    assert read_prompts("some/data", Letters(), split="test")[0].row == {"prompt": "some/data test"}

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from hf_dflash.modeling_dflash import DFlashDraftModel
-from hf_dflash.target import Target
+from hf_dflash.draft.modeling_dflash import DFlashDraftModel
+from hf_dflash.target.target import Target
 from hf_dflash.training.evaluation import Acceptance, measure_acceptance, walk
 from hf_dflash.training.losses import (
     ReducedVocabulary,
@@ -35,15 +35,15 @@ def test_decay_weights_are_the_published_ones():
 def test_d_pace_weights_agree_with_the_definition():
     torch.manual_seed(0)
     entropy, alpha = torch.rand(3, 5) * 3, 0.3
-    learnt = torch.tensor([[1, 1, 1, 1, 1], [1, 1, 1, 0, 0], [1, 0, 0, 0, 0]], dtype=torch.bool)
-    weights = d_pace_weights(entropy, learnt, alpha)
+    learned = torch.tensor([[1, 1, 1, 1, 1], [1, 1, 1, 0, 0], [1, 0, 0, 0, 0]], dtype=torch.bool)
+    weights = d_pace_weights(entropy, learned, alpha)
     for row in range(3):
         q = [(1 - alpha) * math.exp(-value) + alpha for value in entropy[row].tolist()]
-        last = int(learnt[row].sum())
+        last = int(learned[row].sum())
         for j in range(5):
             wanted = sum(math.prod(q[: m + 1]) for m in range(j, last)) if j < last else 0.0
             assert weights[row, j].item() == pytest.approx(wanted, rel=1e-5)
-    assert d_pace_weights(entropy[:1], learnt[:1], 1.0).tolist() == [[5.0, 4.0, 3.0, 2.0, 1.0]]
+    assert d_pace_weights(entropy[:1], learned[:1], 1.0).tolist() == [[5.0, 4.0, 3.0, 2.0, 1.0]]
 
 
 def test_d_pace_weights_pass_no_gradient():
@@ -208,7 +208,7 @@ def test_anchors_depend_on_seed_step_and_record_only(tmp_path):
 
 def test_acceptance_is_that_of_generate(tmp_path):
     """The walk over a stored greedy response counts what decoding with the draft would."""
-    from hf_dflash.generation import DFlashGenerate
+    from hf_dflash.decoding.generate import DFlashGenerate
 
     _, draft, target = objective_of(tmp_path, block_size=4)
     prompt, found = torch.tensor([[5, 9, 33, 17]]), []

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from hf_dflash.errors import TrainingError
-from hf_dflash.modeling_dflash import DFlashDraftModel
+from hf_dflash.draft.errors import TrainingError
+from hf_dflash.draft.modeling_dflash import DFlashDraftModel
 from hf_dflash.training.packing import (
     IGNORED,
     attention_masks,
@@ -53,12 +53,12 @@ def test_labels_are_the_tokens_at_their_positions_and_end_with_the_text():
         for block in range(3):
             for k in range(4):
                 at = anchors[block] + k if block < len(anchors) else None
-                learnt = at is not None and k > 0 and at < LENGTHS[row]
-                assert blocks.labels[row, block, k] == (ids[row, at] if learnt else IGNORED)
+                learned = at is not None and k > 0 and at < LENGTHS[row]
+                assert blocks.labels[row, block, k] == (ids[row, at] if learned else IGNORED)
 
 
 def test_nothing_to_learn_is_an_error():
-    with pytest.raises(TrainingError, match="nothing can be learnt"):
+    with pytest.raises(TrainingError, match="nothing can be learned"):
         pack_blocks(torch.zeros(1, 4, dtype=torch.long), [4], [torch.tensor([], dtype=torch.long)], 4, 99)
 
 

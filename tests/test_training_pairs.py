@@ -7,9 +7,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from hf_dflash.generation import DFlashGenerate
-from hf_dflash.loading import load_draft
-from hf_dflash.target import Target
+from hf_dflash.decoding.generate import DFlashGenerate
+from hf_dflash.draft.loading import load_draft
+from hf_dflash.target.target import Target
 from hf_dflash.training import measure_acceptance
 
 PAIRS = Path(__file__).parent / "data" / "pairs"

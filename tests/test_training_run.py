@@ -11,10 +11,10 @@ from safetensors.torch import load_file
 from transformers import TrainerCallback
 
 import hf_dflash.training.trainer as trainer_module
-from hf_dflash.errors import CheckpointError, TrainingError
-from hf_dflash.layouts import to_canonical
-from hf_dflash.loading import load_draft
-from hf_dflash.modeling_dflash import DFlashDraftModel
+from hf_dflash.draft.errors import CheckpointError, TrainingError
+from hf_dflash.draft.layouts import to_canonical
+from hf_dflash.draft.loading import load_draft
+from hf_dflash.draft.modeling_dflash import DFlashDraftModel
 from hf_dflash.training import TrainingSettings, save_draft, train
 from hf_dflash.training.published import speculators_config, zlab_config
 from hf_dflash.training.trainer import last_complete_checkpoint
@@ -238,7 +238,7 @@ def test_published_layouts_read_back_as_the_same_draft(tmp_path, layout, network
     torch.testing.assert_close(again(block, taps).last_hidden_state, draft(block, taps).last_hidden_state)
 
 
-def test_each_layout_is_recognised_as_itself(tmp_path):
+def test_each_layout_is_recognized_as_itself(tmp_path):
     config = tiny_config(**TARGET_FACTS)
     assert to_canonical(zlab_config(config, "bfloat16")).source_layout.startswith("z-lab")
     assert to_canonical(speculators_config(config, "bfloat16")).source_layout == "speculators"
@@ -294,8 +294,8 @@ def test_callbacks_are_transformers_own():
 def command_line(*arguments):
     from typer.testing import CliRunner
 
-    from hf_dflash.cli.data import data
-    from hf_dflash.cli.train import train as train_command
+    from hf_dflash_cli.data import data
+    from hf_dflash_cli.train import train as train_command
 
     app = typer.Typer()
     app.command()(data)

@@ -6,9 +6,9 @@ import pytest
 import torch
 import transformers
 
-from hf_dflash.errors import TrainingError
-from hf_dflash.modeling_dflash import DFlashDraftModel
-from hf_dflash.target import Target
+from hf_dflash.draft.errors import TrainingError
+from hf_dflash.draft.modeling_dflash import DFlashDraftModel
+from hf_dflash.target.target import Target
 from hf_dflash.training.records import Record, RecordDataset, collate
 from hf_dflash.training.settings import TrainingSettings
 from hf_dflash.training.setup_draft import (

@@ -6,8 +6,8 @@ shows in the output. Does not know: targets, layouts, caches.
 
 import torch
 
-from hf_dflash.configuration_dflash import DFlashConfig
-from hf_dflash.modeling_dflash import DFlashDraftModel, GroupedDynamicCausalConv
+from hf_dflash.draft.configuration_dflash import DFlashConfig
+from hf_dflash.draft.modeling_dflash import DFlashDraftModel, GroupedDynamicCausalConv
 
 # Kind of draft -> (layer types, causal in the block per layer, None for the default).
 LAYER_KINDS = {

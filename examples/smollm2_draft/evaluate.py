@@ -19,10 +19,15 @@ import torch
 import transformers
 from everyday import EVERYDAY
 
-from hf_dflash.generation import DFlashGenerate
-from hf_dflash.loading import load_draft
-from hf_dflash.target import Target
-from hf_dflash.training import Acceptance, RegenerationSettings, measure_acceptance, read_prompts, regenerate
+from hf_dflash import (
+    Acceptance,
+    DFlashGenerate,
+    RegenerationSettings,
+    load_draft,
+    measure_acceptance,
+    read_prompts,
+    regenerate,
+)
 
 
 def held_out_prompts(path: pathlib.Path, count: int) -> pathlib.Path:
@@ -37,12 +42,12 @@ def held_out_prompts(path: pathlib.Path, count: int) -> pathlib.Path:
     return path
 
 
-def by_walking(draft, target: Target, records: list[dict]) -> dict[str, Acceptance]:
+def by_walking(draft, model, records: list[dict]) -> dict[str, Acceptance]:
     """Acceptance by kind of prompt."""
     kinds = sorted({record["kind"] for record in records})
     return {
         kind: measure_acceptance(
-            draft, target, [(r["prompt_ids"], r["response_ids"]) for r in records if r["kind"] == kind]
+            draft, model, [(r["prompt_ids"], r["response_ids"]) for r in records if r["kind"] == kind]
         )
         for kind in kinds
     }
@@ -108,7 +113,7 @@ def main() -> None:
             for kind, found in by_decoding(draft, model, records, args.tokens).items():
                 print(name, kind, {key: round(value, 3) for key, value in found.items()}, flush=True)
         else:
-            for kind, found in by_walking(draft, Target(model), records).items():
+            for kind, found in by_walking(draft, model, records).items():
                 shares = " ".join(f"{share:.2f}" for share in found.by_position)
                 print(
                     f"{name} {kind}: tau {found.tau:.3f} over {found.tokens} tokens; by position {shares}", flush=True

@@ -23,7 +23,7 @@ def find_gguf() -> pathlib.Path:
 
 
 def main() -> None:
-    """Dequantise to bfloat16 and save."""
+    """Dequantize to bfloat16 and save."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=pathlib.Path, required=True)
     out = parser.parse_args().out

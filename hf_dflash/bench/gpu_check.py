@@ -15,10 +15,10 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from hf_dflash.configuration_dflash import DFlashConfig
-from hf_dflash.errors import UnsupportedOptionError
-from hf_dflash.modeling_dflash import DFlashDraftModel
-from hf_dflash.outputs import DFlashStatistics
+from hf_dflash.decoding.statistics import DFlashStatistics
+from hf_dflash.draft.configuration_dflash import DFlashConfig
+from hf_dflash.draft.errors import UnsupportedOptionError
+from hf_dflash.draft.modeling_dflash import DFlashDraftModel
 
 TOKENS = 33
 REPEATS = 3
@@ -140,17 +140,17 @@ def plain_seconds(target: PreTrainedModel, ids: torch.LongTensor) -> float:
     def timed(tokens: int) -> float:
         times = []
         for _ in range(REPEATS):
-            _synchronise(target)
+            _synchronize(target)
             start = time.perf_counter()
             target.generate(ids, max_new_tokens=tokens, do_sample=False)
-            _synchronise(target)
+            _synchronize(target)
             times.append(time.perf_counter() - start)
         return min(times)
 
     return (timed(TOKENS) - timed(1)) / (TOKENS - 1)
 
 
-def _synchronise(target: PreTrainedModel) -> None:
+def _synchronize(target: PreTrainedModel) -> None:
     if target.device.type == "cuda":
         torch.cuda.synchronize()
 

@@ -11,14 +11,14 @@ from typing import Any
 import torch
 from transformers import BatchEncoding, GenerationMixin
 
-from hf_dflash.bench.pair import Pair
-from hf_dflash.errors import UnsupportedOptionError
-from hf_dflash.outputs import DFlashStatistics
+from hf_dflash.decoding.statistics import DFlashStatistics
+from hf_dflash.draft.errors import UnsupportedOptionError
+from hf_dflash.pair import Pair
 
 Decoded = tuple[torch.LongTensor, DFlashStatistics | None]
 
 
-class NotHere(Exception):
+class MethodUnavailable(Exception):
     """A method cannot run with this pair on this machine; the message says why."""
 
 
@@ -42,7 +42,7 @@ def make_method(name: str, pair: Pair) -> Method:
 
     Raises:
         UnsupportedOptionError: no such name.
-        NotHere: it cannot run here.
+        MethodUnavailable: it cannot run here.
     """
     if name.startswith("dflash-b") and name.removeprefix("dflash-b").isdigit():
         return _dflash(pair, name, int(name.removeprefix("dflash-b")))
@@ -59,7 +59,7 @@ def _plain(pair: Pair) -> Method:
 
 def _plain_compiled(pair: Pair) -> Method:
     if pair.target.device.type != "cuda":
-        raise NotHere("generate compiles the static cache's forward on CUDA only")
+        raise MethodUnavailable("generate compiles the static cache's forward on CUDA only")
     return Method(
         "plain-compiled",
         lambda inputs, arguments: (pair.target.generate(**inputs, **arguments, cache_implementation="static"), None),
@@ -76,7 +76,7 @@ def _prompt_lookup(pair: Pair) -> Method:
 def _native(pair: Pair) -> Method:
     """transformers' own DFlash path, reached below our dispatch."""
     if pair.draft.config.dflash_version != 1:
-        raise NotHere("transformers' own path knows DFlash 1 only")
+        raise MethodUnavailable("transformers' own path knows DFlash 1 only")
     plain_generate = GenerationMixin.generate.__wrapped__
 
     def decode(inputs: BatchEncoding, arguments: dict[str, Any]) -> Decoded:
@@ -89,14 +89,14 @@ def _native(pair: Pair) -> Method:
 def _authors(pair: Pair) -> Method:
     """The loop of the authors' package `dflash`, on the same checkpoint."""
     if find_spec("dflash") is None:
-        raise NotHere("the package dflash is not installed")
+        raise MethodUnavailable("the package dflash is not installed")
     from dflash.model import DFlash2DraftModel, DFlashDraftModel
 
     network = DFlash2DraftModel if pair.draft.config.dflash_version == 2 else DFlashDraftModel
     try:
         draft = network.from_pretrained(pair.draft_name, dtype=pair.draft.dtype).to(pair.target.device).eval()
     except (KeyError, ValueError, TypeError, AttributeError, OSError) as error:
-        raise NotHere(f"the package dflash does not load {pair.draft_name}: {error}") from error
+        raise MethodUnavailable(f"the package dflash does not load {pair.draft_name}: {error}") from error
 
     def decode(inputs: BatchEncoding, arguments: dict[str, Any]) -> Decoded:
         stops = pair.target.generation_config.eos_token_id
@@ -119,7 +119,7 @@ def _dflash(pair: Pair, name: str = "dflash", block_size: int | None = None) -> 
     try:
         block_size = pair.draft.config.checked_block_size(block_size)
     except UnsupportedOptionError as error:
-        raise NotHere(str(error)) from error
+        raise MethodUnavailable(str(error)) from error
 
     def decode(inputs: BatchEncoding, arguments: dict[str, Any]) -> Decoded:
         kept: list[DFlashStatistics] = []

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from hf_dflash.bench.summary import Row
-from hf_dflash.errors import MissingPackageError
-from hf_dflash.outputs import PHASES
+from hf_dflash.decoding.statistics import PHASES
+from hf_dflash.draft.errors import MissingPackageError
 
 WIDTH, HEIGHT = 8.0, 4.5
 

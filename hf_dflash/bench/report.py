@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from hf_dflash.bench.runner import Run
-from hf_dflash.bench.summary import Row, summarise
-from hf_dflash.files import write_whole
+from hf_dflash.bench.summary import Row, summarize
+from hf_dflash.files import atomic_write
 
 
 @dataclass
@@ -38,7 +38,7 @@ class Results:
         runs = known.pop("runs")
         head = json.dumps(known, indent=1, ensure_ascii=False).removesuffix("\n}")
         lines = ",\n".join(f"  {json.dumps(run, ensure_ascii=False)}" for run in runs)
-        write_whole(path, f'{head},\n "runs": [\n{lines}\n ]\n}}\n')
+        atomic_write(path, f'{head},\n "runs": [\n{lines}\n ]\n}}\n')
 
     @classmethod
     def read_json(cls, path: Path) -> "Results":
@@ -47,7 +47,7 @@ class Results:
         return cls(**{**known, "runs": [Run(**run) for run in known["runs"]]})
 
     def rows(self) -> list[Row]:
-        return summarise(self.runs)
+        return summarize(self.runs)
 
 
 def without_nan(value: Any) -> Any:

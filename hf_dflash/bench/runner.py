@@ -17,11 +17,11 @@ from typing import Any
 import torch
 from transformers import BatchEncoding
 
-from hf_dflash.bench.methods import Method, NotHere, make_method
-from hf_dflash.bench.pair import Pair, encode, sampling_arguments
-from hf_dflash.bench.prompts import Prompt
-from hf_dflash.comparison import Comparison, compare_texts
-from hf_dflash.outputs import DFlashStatistics
+from hf_dflash.bench.methods import Method, MethodUnavailable, make_method
+from hf_dflash.decoding.comparison import Comparison, compare_texts
+from hf_dflash.decoding.statistics import DFlashStatistics
+from hf_dflash.pair import Pair, encode, sampling_arguments
+from hf_dflash.prompts import Prompt
 
 WARM_UP_TOKENS = 16
 
@@ -104,7 +104,7 @@ def methods_of(plan: Plan, pair: Pair) -> tuple[list[Method], dict[str, str]]:
     for name in plan.names():
         try:
             methods.append(make_method(name, pair))
-        except NotHere as reason:
+        except MethodUnavailable as reason:
             left_out[name] = str(reason)
     return methods, left_out
 

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from hf_dflash.bench.runner import Run
-from hf_dflash.outputs import PHASES
+from hf_dflash.decoding.statistics import PHASES
 
 Key = tuple[str, str, str, float, str]
 
@@ -55,7 +55,7 @@ class Row:
     time_shares: dict[str, float]
 
 
-def summarise(runs: list[Run]) -> list[Row]:
+def summarize(runs: list[Run]) -> list[Row]:
     """One row per target, draft, prompt set, temperature and method, each in the order in which it first ran."""
     groups: dict[Key, list[Run]] = defaultdict(list)
     for run in runs:
@@ -95,7 +95,7 @@ def _row(key: Key, runs: list[Run], plain: dict[tuple, float]) -> Row:
         efficiency=speed_up / tau if tau else None,
         compared=len(compared),
         same=sum(bool(run.same) for run in compared),
-        near_ties=sum(bool(run.comparison and run.comparison["within_rounding"]) for run in compared),
+        near_ties=sum(bool(run.comparison and run.comparison["within_tolerance"]) for run in compared),
         peak_memory=max(memory, default=None),
         acceptance_by_position=acceptance_by_position(runs),
         time_shares=time_shares(runs),

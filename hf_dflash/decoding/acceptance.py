@@ -4,7 +4,7 @@ Owns: pure functions from the target's choices and the candidates to the number 
 token, row by row. Every quantity that belongs to a row is a tensor of shape `(batch,)`.
 
 Does not know: models, caches, processors, streamers. How the target chooses a token at a position (argmax, or one draw
-from its processed distribution) is the caller's business; see `hf_dflash.continuation`.
+from its processed distribution) is the caller's business; see `hf_dflash.decoding.text`.
 
 The rule is the same for greedy decoding and for sampling. The draft proposes one token per position (a point mass q).
 Accepting candidate x with probability p(x) and otherwise drawing from p without x is the same as drawing y from p and

@@ -20,9 +20,9 @@ from typing import Any
 import torch
 from transformers import DynamicCache, LogitsProcessor, LogitsProcessorList, PreTrainedModel
 
-from .cache import CACHE_KEYWORD
-from .errors import UnsupportedOptionError
-from .modeling_dflash import DFlashDraftModel
+from hf_dflash.draft.errors import UnsupportedOptionError
+from hf_dflash.draft.modeling_dflash import DFlashDraftModel
+from hf_dflash.target.cache import CACHE_KEYWORD
 
 #: Options of `generate` that only a call with a draft knows.
 DRAFT_OPTIONS = ("block_size", "num_assistant_tokens", "stats", "trace")
@@ -43,7 +43,7 @@ class Comparison:
             behind the logits processors), or for a sampled token of scores with the draw's noise added. None when the
             texts are the same, when one merely stopped sooner, or when the target does not repeat its own text.
         bound: twice the largest change of a score there between readings of the target; None like `margin`.
-        within_rounding: whether the difference is explained: `margin <= bound`, or another reading itself would have
+        within_tolerance: whether the difference is explained: `margin <= bound`, or another reading itself would have
             chosen what the other text has.
     """
 
@@ -52,7 +52,7 @@ class Comparison:
     first_difference: int | None = None
     margin: float | None = None
     bound: float | None = None
-    within_rounding: bool = False
+    within_tolerance: bool = False
 
     @property
     def same(self) -> bool:

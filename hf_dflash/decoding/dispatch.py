@@ -17,12 +17,17 @@ from transformers import GenerationConfig, GenerationMixin, MuseGlimmerAssistant
 from transformers.generation.stopping_criteria import StopStringCriteria
 from transformers.pipelines import base as pipelines_base
 
-from . import block_attention
-from .errors import UnsupportedOptionError
-from .generation import DFlashGenerate
-from .loading import adopt_draft, is_draft, is_draft_checkpoint, load_draft
-from .options import fields_set_in, refuse_encoder_decoder, refuse_other_assistance, resolve_block_size
-from .processes import needs_lockstep
+from hf_dflash.decoding.generate import DFlashGenerate
+from hf_dflash.decoding.options import (
+    fields_set_in,
+    refuse_encoder_decoder,
+    refuse_other_assistance,
+    resolve_block_size,
+)
+from hf_dflash.draft.errors import UnsupportedOptionError
+from hf_dflash.draft.loading import adopt_draft, is_draft, is_draft_checkpoint, load_draft
+from hf_dflash.target import block_attention
+from hf_dflash.target.processes import needs_lockstep
 
 _INSTALLED = "_hf_dflash_dispatch"
 

@@ -11,11 +11,11 @@ import torch
 from transformers import Cache
 from transformers.generation.candidate_generator import CandidateGenerator
 
-from .cache import DraftContextCache
-from .errors import UnsupportedOptionError
-from .modeling_dflash import DFlashDraftModel
-from .processes import Agreement, alone
-from .target import Target
+from hf_dflash.draft.errors import UnsupportedOptionError
+from hf_dflash.draft.modeling_dflash import DFlashDraftModel
+from hf_dflash.target.cache import DraftContextCache
+from hf_dflash.target.processes import Agreement, alone
+from hf_dflash.target.target import Target
 
 
 class DraftContext:

@@ -1,10 +1,10 @@
 """The door: how `generate` reaches the decoding loop.
 
 Owns: `DFlashGenerate`, a `custom_generate` callable that core calls with everything prepared; the refusal of options
-that cannot be honoured; the splitting of a batch into rows and the joining of their results.
+that cannot be honored; the splitting of a batch into rows and the joining of their results.
 
 Does not know: the rounds of the loop, checkpoint layouts, command lines. The dispatch of `assistant_model=` is in
-`hf_dflash.dispatch`.
+`hf_dflash.decoding.dispatch`.
 """
 
 from collections.abc import Callable, Iterator
@@ -17,18 +17,18 @@ import torch
 from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
 from transformers.generation.streamers import BaseStreamer
 
-from .cache import CACHE_KEYWORD, TargetCache, tokens_in
-from .continuation import Continuation
-from .decoding import decode
-from .drafting import DFlashCandidateGenerator, draft_context
-from .errors import DraftDtypeError, UnsupportedOptionError
-from .loading import check_pairing
-from .modeling_dflash import FP16_REASON, DFlashDraftModel
-from .options import refuse_options, resolve_block_size
-from .outputs import DFlashOutput, DFlashStatistics, RoundTrace
-from .processes import Agreement, Lockstep, agreement_over
-from .rows import padding_before, prompt_length, refuse_early_rows, row_kwargs, row_processors
-from .target import Target
+from hf_dflash.decoding.drafting import DFlashCandidateGenerator, draft_context
+from hf_dflash.decoding.loop import decode
+from hf_dflash.decoding.options import refuse_options, resolve_block_size
+from hf_dflash.decoding.rows import padding_before, prompt_length, refuse_early_rows, row_kwargs, row_processors
+from hf_dflash.decoding.statistics import DFlashOutput, DFlashStatistics, RoundTrace
+from hf_dflash.decoding.text import Continuation
+from hf_dflash.draft.errors import DraftDtypeError, UnsupportedOptionError
+from hf_dflash.draft.loading import check_pairing
+from hf_dflash.draft.modeling_dflash import FP16_REASON, DFlashDraftModel
+from hf_dflash.target.cache import CACHE_KEYWORD, TargetCache, tokens_in
+from hf_dflash.target.processes import Agreement, Lockstep, agreement_over
+from hf_dflash.target.target import Target
 
 
 @dataclass(frozen=True)
@@ -70,13 +70,13 @@ class DFlashGenerate:
         """Decode with everything that core prepared; the signature is that of core's decoding methods.
 
         Raises:
-            UnsupportedOptionError: an option that cannot be honoured; before the first forward.
+            UnsupportedOptionError: an option that cannot be honored; before the first forward.
             PairingError: draft and target do not belong together; before the first forward.
             DraftDtypeError: a weight of the draft is float16; before the first forward.
             UnsupportedTargetError: a layer of the target cannot be tapped or rolled back; before the first token.
         """
         stats, trace = stats or self.stats, trace or self.trace
-        statistics = DFlashStatistics(synchronise=stats is not None or trace is not None)
+        statistics = DFlashStatistics(synchronize=stats is not None or trace is not None)
         try:
             refuse_options(generation_config, model_kwargs, input_ids.shape[0], self.streamer, self.synced)
             refuse_early_rows(stopping_criteria, input_ids.shape[0])

@@ -10,12 +10,12 @@ from typing import Any
 import torch
 from transformers import GenerationConfig
 
-from .cache import TargetCache, attention_windows
-from .continuation import Continuation
-from .drafting import DFlashCandidateGenerator
-from .outputs import DFlashStatistics, RoundTrace
-from .processes import Lockstep
-from .target import Taps, Target
+from hf_dflash.decoding.drafting import DFlashCandidateGenerator
+from hf_dflash.decoding.statistics import DFlashStatistics, RoundTrace
+from hf_dflash.decoding.text import Continuation
+from hf_dflash.target.cache import TargetCache, attention_windows
+from hf_dflash.target.processes import Lockstep
+from hf_dflash.target.target import Taps, Target
 
 
 def decode(

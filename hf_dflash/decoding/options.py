@@ -1,6 +1,6 @@
 """What the options of `generate` mean together with a DFlash draft.
 
-Owns: the refusal, by name, of every option that cannot be honoured; the block size of a call.
+Owns: the refusal, by name, of every option that cannot be honored; the block size of a call.
 
 Does not know: how any option is carried out.
 """
@@ -10,9 +10,9 @@ from typing import Any
 from transformers import GenerationConfig
 from transformers.generation.streamers import BaseStreamer
 
-from .cache import CACHE_KEYWORD
-from .configuration_dflash import DFlashConfig
-from .errors import UnsupportedOptionError
+from hf_dflash.draft.configuration_dflash import DFlashConfig
+from hf_dflash.draft.errors import UnsupportedOptionError
+from hf_dflash.target.cache import CACHE_KEYWORD
 
 #: Options of other kinds of assisted decoding, as they stand in a call or in a generation config.
 OTHER_ASSISTANCE = (
@@ -54,7 +54,7 @@ def refuse_options(
     streamer: BaseStreamer | None,
     synced: bool = False,
 ) -> None:
-    """Reject what the decoding loop cannot honour, before the first forward.
+    """Reject what the decoding loop cannot honor, before the first forward.
 
     Raises:
         UnsupportedOptionError: naming the option, what was found and what to do.
@@ -69,7 +69,7 @@ def refuse_options(
 
 
 def _refusals(config: GenerationConfig, model_kwargs: dict[str, Any], num_rows: int, streamer: BaseStreamer | None):
-    """Yield (option, what was found, what to do) for everything that cannot be honoured."""
+    """Yield (option, what was found, what to do) for everything that cannot be honored."""
     drop_draft = "Drop the option, or decode without the draft."
     if (config.num_beams or 1) > 1:
         yield "num_beams", config.num_beams, "Beam search is not block decoding; use num_beams=1 or drop the draft."

@@ -14,8 +14,8 @@ from transformers.generation import logits_process
 from transformers.generation.logits_process import PrefixConstrainedLogitsProcessor
 from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria
 
-from .cache import CACHE_KEYWORD, tokens_in
-from .errors import UnsupportedOptionError
+from hf_dflash.draft.errors import UnsupportedOptionError
+from hf_dflash.target.cache import CACHE_KEYWORD, tokens_in
 
 #: Arguments whose rows are the batch's rows; position ids may carry leading axes (M-RoPE) and are cut along their last
 #: but one.

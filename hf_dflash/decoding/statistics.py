@@ -40,7 +40,7 @@ class DFlashStatistics:
     Attributes:
         proposed, accepted, committed: one entry per round, in tokens.
         prefills: prompts read (rows of the batch).
-        seconds: wall-clock seconds by phase. On a GPU they are exact only with `synchronise`, which a call sets when it
+        seconds: wall-clock seconds by phase. On a GPU they are exact only with `synchronize`, which a call sets when it
             was asked for `stats=` or `trace=`; otherwise the phase that waits for the device carries the time of those
             before it.
         total_seconds: wall-clock seconds of the decoding, prefill included.
@@ -54,7 +54,7 @@ class DFlashStatistics:
     seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PHASES, 0.0))
     total_seconds: float = 0.0
     peak_draft_bytes: int = 0
-    synchronise: bool = field(default=False, repr=False)
+    synchronize: bool = field(default=False, repr=False)
 
     @property
     def rounds(self) -> int:
@@ -114,7 +114,7 @@ class DFlashStatistics:
             self.total_seconds += self._now() - start
 
     def _now(self) -> float:
-        if self.synchronise and torch.cuda.is_available():
+        if self.synchronize and torch.cuda.is_available():
             torch.cuda.synchronize()
         return time.perf_counter()
 
@@ -130,7 +130,7 @@ class DFlashStatistics:
                 f"{self.rounds} rounds, so decoding is slower than without it (the text is still exactly right). "
                 "Usual causes: the draft was trained for another target or another version of it; thinking mode is "
                 "on though the draft was trained with it off (or the reverse); a prompt without the chat template "
-                "the draft was trained with; a draft that went through float16 or 4-bit quantisation; a target that "
+                "the draft was trained with; a draft that went through float16 or 4-bit quantization; a target that "
                 "overflows in float16; a block size far above what this text supports."
             )
 

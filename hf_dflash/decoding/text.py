@@ -16,9 +16,9 @@ from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengt
 from transformers.generation.streamers import BaseStreamer
 from transformers.utils import ModelOutput
 
-from .acceptance import cut_at_first, greedy_choices, matching_prefix, readable_rows
-from .errors import UnsupportedOptionError
-from .processes import Agreement, alone
+from hf_dflash.decoding.acceptance import cut_at_first, greedy_choices, matching_prefix, readable_rows
+from hf_dflash.draft.errors import UnsupportedOptionError
+from hf_dflash.target.processes import Agreement, alone
 
 
 @dataclass

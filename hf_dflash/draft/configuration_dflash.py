@@ -4,7 +4,7 @@ Owns: `DFlashConfig`, what each of its values means, and every rule that those v
 (`find_problems`). All published layouts are translated into this form before a network is built.
 
 Does not know: any published layout, any file, any target model at hand. This file travels to the Hub beside the
-network, so it imports only transformers and its own neighbour `errors`.
+network, so it imports only transformers and its own neighbor `errors`.
 """
 
 import math

@@ -26,7 +26,7 @@ class UnsupportedTargetError(DFlashError, ValueError):
 
 
 class UnsupportedOptionError(DFlashError, ValueError):
-    """An option of `generate` cannot be honoured together with a DFlash draft."""
+    """An option of `generate` cannot be honored together with a DFlash draft."""
 
 
 class DraftDtypeError(DFlashError, TypeError):
@@ -35,6 +35,10 @@ class DraftDtypeError(DFlashError, TypeError):
 
 class MissingPackageError(DFlashError, ValueError):
     """An optional package is needed for what was asked and is not installed, or is too old."""
+
+
+class PromptError(DFlashError, ValueError):
+    """A file of prompts cannot be read, or a row in it is not a prompt."""
 
 
 class TrainingError(DFlashError, ValueError):

@@ -13,9 +13,9 @@ from typing import Any
 from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoConfig
 
-from hf_dflash.configuration_dflash import DFlashConfig
-from hf_dflash.errors import CheckpointError, DraftDtypeError
-from hf_dflash.loading import (
+from hf_dflash.draft.configuration_dflash import DFlashConfig
+from hf_dflash.draft.errors import CheckpointError, DraftDtypeError
+from hf_dflash.draft.loading import (
     Checkpoint,
     TargetFacts,
     pairing_problems,

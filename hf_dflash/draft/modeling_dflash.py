@@ -235,7 +235,7 @@ class DFlashDecoderLayer(GradientCheckpointingLayer):
 
 
 class DFlashPreTrainedModel(PreTrainedModel):
-    """Loading, saving, initialisation and the dtype rule of a draft.
+    """Loading, saving, initialization and the dtype rule of a draft.
 
     Raises:
         DraftDtypeError: wherever a draft would be built in, loaded in or cast to float16.
@@ -245,7 +245,7 @@ class DFlashPreTrainedModel(PreTrainedModel):
     config: DFlashConfig
     base_model_prefix = "model"
     main_input_name = "noise_embeds"
-    # Set by `hf_dflash.loading`, which knows the published layouts; on the Hub a draft is always canonical.
+    # Set by `hf_dflash.draft.loading`, which knows the published layouts; on the Hub a draft is always canonical.
     load_published: ClassVar[Callable | None] = None
     # What is saved or pushed brings its code along, so that plain transformers loads it with trust_remote_code.
     _auto_class = "AutoModel"
@@ -320,7 +320,7 @@ class DFlashDraftModel(DFlashPreTrainedModel):
         self.post_init()
 
     def get_input_embeddings(self) -> nn.Embedding | None:
-        """The draft's own embeddings; None where it borrows the target's. Quantisers ask for them."""
+        """The draft's own embeddings; None where it borrows the target's. Quantizers ask for them."""
         return self.embed_tokens
 
     def fuse(self, context_hidden_states: torch.Tensor) -> torch.Tensor:

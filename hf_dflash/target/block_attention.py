@@ -72,7 +72,7 @@ def _shares_keys(query: torch.Tensor, key: torch.Tensor, mask: Any) -> bool:
 def grouped_attention(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor, scaling: float | None = None
 ) -> torch.Tensor:
-    """Attention in which `heads / key_heads` neighbouring query heads share a key head.
+    """Attention in which `heads / key_heads` neighboring query heads share a key head.
 
     Args:
         query: `(batch, heads, n, D)`.

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 from transformers.integrations.fsdp import is_fsdp_managed_module
 
-from .target import Target
+from hf_dflash.target.target import Target
 
 Agreement = Callable[[torch.LongTensor], torch.LongTensor]
 

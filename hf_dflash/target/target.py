@@ -18,8 +18,8 @@ from torch import nn
 from transformers import GenerationConfig, PreTrainedModel
 from transformers.utils import ModelOutput, logging
 
-from .block_attention import block_attention
-from .errors import UnsupportedTargetError
+from hf_dflash.draft.errors import UnsupportedTargetError
+from hf_dflash.target.block_attention import block_attention
 
 logger = logging.get_logger(__name__)
 
@@ -118,7 +118,7 @@ class Target:
         if self._output_head is None:
             raise UnsupportedTargetError(
                 f"{self.name} has no output embeddings (`get_output_embeddings()` is None), which a DFlash draft "
-                "borrows as its head. Pass a model with a language-modelling head, such as one loaded by "
+                "borrows as its head. Pass a model with a language-modeling head, such as one loaded by "
                 "AutoModelForCausalLM."
             )
 
@@ -129,7 +129,7 @@ class Target:
 
     @property
     def dtype(self) -> torch.dtype:
-        """The floating dtype of the target's hidden states, also when its weights are quantised."""
+        """The floating dtype of the target's hidden states, also when its weights are quantized."""
         return self.model.dtype
 
     @property
@@ -140,7 +140,7 @@ class Target:
     def embed(self, ids: torch.LongTensor) -> torch.Tensor:
         """Embed a block as the draft was trained on it.
 
-        The embedding module is called, so scaled embeddings (Gemma multiplies by sqrt(hidden)) and quantised ones do
+        The embedding module is called, so scaled embeddings (Gemma multiplies by sqrt(hidden)) and quantized ones do
         what they do in the target. A norm that the embedding module applies on top (Muse) is bypassed: the draft was
         trained on the rows below it.
 
@@ -159,7 +159,7 @@ class Target:
     def head(self, hidden: torch.Tensor) -> torch.Tensor:
         """Call the target's head on the draft's output: `(batch, n, hidden)` to `(batch, n, vocabulary)`.
 
-        The head is called, never read, so a quantised one works; its input is cast to the target's dtype and moved to
+        The head is called, never read, so a quantized one works; its input is cast to the target's dtype and moved to
         its device.
         """
         self._gather()

@@ -7,16 +7,15 @@ used by themselves.
 Does not know: decoding (except to measure the finished draft), benchmarks, the command line.
 """
 
-from .evaluation import Acceptance, measure_acceptance
-from .prompts import Prompt, read_prompts
-from .published import save_draft
-from .regenerate import RegenerationSettings, regenerate
-from .run import TrainingResult, train
-from .settings import TrainingSettings
+from hf_dflash.training.evaluation import Acceptance, measure_acceptance
+from hf_dflash.training.prompts import read_prompts
+from hf_dflash.training.published import save_draft
+from hf_dflash.training.regenerate import RegenerationSettings, regenerate
+from hf_dflash.training.run import TrainingResult, train
+from hf_dflash.training.settings import TrainingSettings
 
 __all__ = [
     "Acceptance",
-    "Prompt",
     "RegenerationSettings",
     "TrainingResult",
     "TrainingSettings",

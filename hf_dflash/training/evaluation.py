@@ -11,12 +11,13 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import torch
+from transformers import PreTrainedModel
 
-from ..modeling_dflash import DFlashDraftModel
-from ..target import Target
-from .losses import accepted_counts
-from .packing import pack_blocks
-from .states import StateCapture, run_blocks
+from hf_dflash.draft.modeling_dflash import DFlashDraftModel
+from hf_dflash.target.target import Target
+from hf_dflash.training.losses import accepted_counts
+from hf_dflash.training.packing import pack_blocks
+from hf_dflash.training.states import StateCapture, run_blocks
 
 
 @dataclass
@@ -71,7 +72,7 @@ def walk(accepted: list[int], limit: int) -> tuple[int, int]:
 @torch.no_grad()
 def measure_acceptance(
     draft: DFlashDraftModel,
-    target: Target,
+    target: PreTrainedModel | Target,
     sequences: Iterable[tuple[list[int], list[int]]],
     *,
     block_size: int | None = None,
@@ -85,6 +86,7 @@ def measure_acceptance(
     """
     was_training = draft.training
     draft.eval()
+    target = target if isinstance(target, Target) else Target(target)
     capture = StateCapture(target, draft.config.target_layer_ids)
     total = Acceptance()
     for prompt, response in sequences:

@@ -4,7 +4,7 @@ Owns: position weights (fixed decay, D-PACE), cross-entropy and distillation ove
 a time, the loss of DFlash 2's selector, simulated acceptance.
 
 Does not know: where hidden states come from, the trainer. A block has `s` positions; position 0 is the anchor and is
-never learnt; `k` = 1 .. s - 1 are the candidates.
+never learned; `k` = 1 .. s - 1 are the candidates.
 """
 
 from collections.abc import Callable
@@ -14,8 +14,8 @@ import torch
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from ..modeling_dflash import CandidateSelector
-from .packing import IGNORED
+from hf_dflash.draft.modeling_dflash import CandidateSelector
+from hf_dflash.training.packing import IGNORED
 
 
 def default_gamma(block_size: int) -> float:
@@ -28,7 +28,7 @@ def decay_weights(block_size: int, gamma: float) -> torch.Tensor:
     return torch.exp(-torch.arange(block_size - 1, dtype=torch.float32) / gamma)
 
 
-def d_pace_weights(cross_entropy: torch.Tensor, learnt: torch.Tensor, alpha: float) -> torch.Tensor:
+def d_pace_weights(cross_entropy: torch.Tensor, learned: torch.Tensor, alpha: float) -> torch.Tensor:
     """Dynamic position weights: how much the expected number of accepted tokens gains from each position.
 
     With confidence `q_i = (1 - alpha) * exp(-ce_i) + alpha`, the weight of position j is the sum over m >= j of
@@ -37,11 +37,11 @@ def d_pace_weights(cross_entropy: torch.Tensor, learnt: torch.Tensor, alpha: flo
 
     Args:
         cross_entropy: `(..., s - 1)`.
-        learnt: `(..., s - 1)` bool; a position that is not learnt gets weight 0 and ends the sum.
+        learned: `(..., s - 1)` bool; a position that is not learned gets weight 0 and ends the sum.
     """
     confidence = (1 - alpha) * torch.exp(-cross_entropy.detach().float()) + alpha
-    reached = torch.cumprod(torch.where(learnt, confidence, torch.zeros_like(confidence)), dim=-1)
-    return torch.flip(torch.cumsum(torch.flip(reached, (-1,)), dim=-1), (-1,)) * learnt
+    reached = torch.cumprod(torch.where(learned, confidence, torch.zeros_like(confidence)), dim=-1)
+    return torch.flip(torch.cumsum(torch.flip(reached, (-1,)), dim=-1), (-1,)) * learned
 
 
 @dataclass(frozen=True)

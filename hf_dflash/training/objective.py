@@ -2,7 +2,7 @@
 
 Owns: choosing the step's anchors, packing, running target and draft, and putting the parts of the loss together.
 
-Does not know: optimisers, checkpoints, logging, transformers' Trainer.
+Does not know: optimizers, checkpoints, logging, transformers' Trainer.
 """
 
 from dataclasses import dataclass
@@ -10,9 +10,9 @@ from typing import Any
 
 import torch
 
-from ..modeling_dflash import DFlashDraftModel
-from ..target import Target
-from .losses import (
+from hf_dflash.draft.modeling_dflash import DFlashDraftModel
+from hf_dflash.target.target import Target
+from hf_dflash.training.losses import (
     ReducedVocabulary,
     accepted_counts,
     cross_entropy,
@@ -21,9 +21,9 @@ from .losses import (
     default_gamma,
     selector_cross_entropy,
 )
-from .packing import IGNORED, PackedBlocks, choose_anchors, pack_blocks
-from .settings import TrainingSettings
-from .states import StateCapture, TargetStates, run_blocks
+from hf_dflash.training.packing import IGNORED, PackedBlocks, choose_anchors, pack_blocks
+from hf_dflash.training.settings import TrainingSettings
+from hf_dflash.training.states import StateCapture, TargetStates, run_blocks
 
 
 @dataclass(frozen=True)
@@ -70,28 +70,28 @@ class Objective:
         packed = self._pack(batch, step)
         states = self._states(batch)
         hidden = run_blocks(model, self._draft, self._target, states.taps.to(packed.input_ids.device), packed)
-        learnt = packed.labels != IGNORED
-        rows = hidden[learnt]  # (rows, hidden): the candidates of all blocks that have a label
-        labels = packed.labels[learnt]
+        learned = packed.labels != IGNORED
+        rows = hidden[learned]  # (rows, hidden): the candidates of all blocks that have a label
+        labels = packed.labels[learned]
         vocabulary = self._vocabulary(labels)
         entropy, divergence, best = cross_entropy(
             rows,
             labels if vocabulary is None else vocabulary.index[labels],
             lambda part: self._logits(part, vocabulary),
-            teacher_logits_of=self._teacher(states, packed, learnt, vocabulary),
+            teacher_logits_of=self._teacher(states, packed, learned, vocabulary),
             chunk=self._settings.loss_chunk,
         )
-        weights = self._weights(entropy, learnt)
+        weights = self._weights(entropy, learned)
         share = self._settings.distillation
         loss = self._reduce(entropy * (1 - share) + divergence * share, weights, packed)
         figures = {"cross_entropy": float(entropy.detach().mean())}
         if share:
             figures["divergence"] = float(divergence.detach().mean())
         if self._draft.config.dflash_version == 2:
-            extra, found = self._selector_loss(rows, labels, vocabulary, packed, learnt)
+            extra, found = self._selector_loss(rows, labels, vocabulary, packed, learned)
             loss = loss + self._settings.selector_weight * self._reduce(extra, weights * found, packed)
             figures["selector_recall"] = float(found.float().mean())
-        figures["tau_of_blocks"] = self._tau(best if vocabulary is None else vocabulary.ids[best], packed, learnt)
+        figures["tau_of_blocks"] = self._tau(best if vocabulary is None else vocabulary.ids[best], packed, learned)
         return StepLoss(loss, figures)
 
     def _pack(self, batch: dict[str, torch.Tensor], step: int) -> PackedBlocks:
@@ -125,7 +125,7 @@ class Objective:
         return self._draft.compute_logits(hidden, lambda states: states.to(rows.dtype) @ rows.T)
 
     def _rows_of_head(self, hidden: torch.Tensor) -> torch.Tensor:
-        """`(V, hidden)`: what the head makes of each unit vector: its weights, also where they are quantised."""
+        """`(V, hidden)`: what the head makes of each unit vector: its weights, also where they are quantized."""
         if self._head_rows is None:
             with torch.no_grad():
                 units = torch.eye(hidden.shape[-1], device=hidden.device, dtype=hidden.dtype)
@@ -133,7 +133,7 @@ class Objective:
         return self._head_rows
 
     def _teacher(
-        self, states: TargetStates, packed: PackedBlocks, learnt: torch.Tensor, vocabulary: ReducedVocabulary | None
+        self, states: TargetStates, packed: PackedBlocks, learned: torch.Tensor, vocabulary: ReducedVocabulary | None
     ) -> Any:
         """Rows to the target's logits for them.
 
@@ -143,8 +143,8 @@ class Objective:
         if states.final is None or not self._settings.distillation:
             return None
         final = states.final.to(packed.input_ids.device)
-        positions = packed.position_ids[:, packed.context_length :].view_as(learnt)
-        row_of, before = learnt.nonzero()[:, 0], positions[learnt] - 1
+        positions = packed.position_ids[:, packed.context_length :].view_as(learned)
+        row_of, before = learned.nonzero()[:, 0], positions[learned] - 1
 
         @torch.no_grad()
         def logits(rows: slice) -> torch.Tensor:
@@ -152,9 +152,9 @@ class Objective:
 
         return logits
 
-    def _weights(self, entropy: torch.Tensor, learnt: torch.Tensor) -> torch.Tensor:
-        """`(rows,)` weight of each learnt position."""
-        candidates = learnt[..., 1:]
+    def _weights(self, entropy: torch.Tensor, learned: torch.Tensor) -> torch.Tensor:
+        """`(rows,)` weight of each learned position."""
+        candidates = learned[..., 1:]
         if self._settings.weighting == "decay":
             return self._decay.to(entropy.device).expand(candidates.shape)[candidates]
         grid = torch.zeros(candidates.shape, dtype=torch.float32, device=entropy.device)
@@ -173,12 +173,12 @@ class Objective:
         labels: torch.LongTensor,
         vocabulary: ReducedVocabulary | None,
         packed: PackedBlocks,
-        learnt: torch.Tensor,
+        learned: torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """The selector is taught with the right predecessor: the label before, for the first candidate the anchor."""
         tokens = packed.labels.clone()
         tokens[..., 0] = packed.input_ids.view_as(tokens)[..., 0]
-        previous = tokens.roll(1, dims=-1)[learnt]  # learnt is never at position 0, so nothing wraps around
+        previous = tokens.roll(1, dims=-1)[learned]  # learned is never at position 0, so nothing wraps around
         ids = torch.arange(self._target.num_embeddings, device=rows.device) if vocabulary is None else vocabulary.ids
         parts = [
             selector_cross_entropy(
@@ -194,9 +194,9 @@ class Objective:
         return torch.cat([entropy for entropy, _ in parts]), torch.cat([found for _, found in parts])
 
     @staticmethod
-    def _tau(best: torch.LongTensor, packed: PackedBlocks, learnt: torch.Tensor) -> float:
+    def _tau(best: torch.LongTensor, packed: PackedBlocks, learned: torch.Tensor) -> float:
         """Accepted candidates per block by argmax, and the bonus token; not the walk's tau."""
         candidates = torch.full_like(packed.labels, -1)
-        candidates[learnt] = best
+        candidates[learned] = best
         real = packed.anchors >= 0
         return 1.0 + float(accepted_counts(candidates[..., 1:], packed.labels[..., 1:])[real].float().mean())

@@ -11,11 +11,11 @@ from typing import Any
 
 import torch
 
-from ..configuration_dflash import DFlashConfig
-from ..errors import TrainingError
+from hf_dflash.draft.configuration_dflash import DFlashConfig
+from hf_dflash.draft.errors import TrainingError
 
 IGNORED = -100
-"""Label of a position that is not learnt (the anchor, positions behind the end of the text, filler blocks)."""
+"""Label of a position that is not learned (the anchor, positions behind the end of the text, filler blocks)."""
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,7 @@ class PackedBlocks:
 
     Attributes:
         input_ids: `(batch, m * s)`, each block `[anchor, mask, mask, ...]`.
-        labels: `(batch, m, s)` the token *at* each block position, `IGNORED` where nothing is learnt.
+        labels: `(batch, m, s)` the token *at* each block position, `IGNORED` where nothing is learned.
         anchors: `(batch, m)` position of each block's anchor in its sequence; -1 for a filler block.
         position_ids: `(batch, c + m * s)` positions of context and blocks, as the draft's forward takes them.
         context_length: `c`.
@@ -78,7 +78,7 @@ def pack_blocks(
     most = max(len(row) for row in anchors)
     if most == 0:
         raise TrainingError(
-            "no sequence of this batch has a response token followed by another: nothing can be learnt from it"
+            "no sequence of this batch has a response token followed by another: nothing can be learned from it"
         )
     device = input_ids.device
     starts = torch.full((batch, most), -1)

@@ -8,7 +8,7 @@ Does not know: where the log comes from; it takes transformers' `log_history`.
 from pathlib import Path
 from typing import Any
 
-from ..errors import MissingPackageError
+from hf_dflash.draft.errors import MissingPackageError
 
 
 def plot_run(log_history: list[dict[str, Any]], path: str | Path) -> Path:

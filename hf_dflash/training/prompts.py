@@ -1,116 +1,30 @@
-"""Prompts: where they come from and how they become token ids.
+"""Prompts as token ids: chat template, tokenizing, de-duplication, and batches of similar length.
 
-Owns: reading prompts from a JSONL file (`messages`, or a plain `prompt`) or from a named `datasets` data set, their
-identity (a hash of the token ids) and their tokenisation with the target's chat template.
-
-Does not know: models, responses, where anything is stored.
+Where prompts come from is left to `hf_dflash.prompts`, answering them to `regenerate`.
 """
 
 import hashlib
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ..errors import MissingPackageError, TrainingError
-
-MESSAGE_KEYS = ("messages", "conversations", "conversation")
-TEXT_KEYS = ("prompt", "instruction", "question")
+from hf_dflash.draft.errors import TrainingError
+from hf_dflash.prompts import Prompt, read_dataset, read_prompt_file
 
 
 @dataclass(frozen=True)
-class Prompt:
-    """One prompt: its token ids (with the generation prompt of the chat template) and the line it came from."""
+class TokenizedPrompt:
+    """The token ids of a prompt (with the chat template's generation prompt) and the row it came from."""
 
     ids: tuple[int, ...]
-    source: dict[str, Any] = field(default_factory=dict, compare=False, hash=False)
+    row: dict[str, Any] = field(default_factory=dict, compare=False, hash=False)
 
     @property
     def key(self) -> str:
         """A name that is the same for the same token ids, in every process and session."""
         return hashlib.sha1(json.dumps(self.ids).encode()).hexdigest()[:16]
-
-
-def read_rows(source: str | Path, *, split: str = "train") -> Iterator[dict[str, Any]]:
-    """Yield the rows of a JSONL file, or of a `datasets` data set where no file of that name exists.
-
-    Raises:
-        TrainingError: the file is empty, or a line is not a JSON object (the message says which).
-        MissingPackageError: `source` is no file and `datasets` is not installed.
-    """
-    path = Path(source)
-    if not path.is_file():
-        yield from _read_dataset(str(source), split)
-        return
-    found = 0
-    with path.open(encoding="utf-8") as lines:
-        for number, line in enumerate(lines, start=1):
-            if not line.strip():
-                continue
-            try:
-                row = json.loads(line)
-            except json.JSONDecodeError as error:
-                raise TrainingError(
-                    f"{path}, line {number}: not JSON ({error.msg}); expected one JSON object per line"
-                ) from error
-            if not isinstance(row, dict):
-                raise TrainingError(f"{path}, line {number}: found a {type(row).__name__}, expected a JSON object")
-            found += 1
-            yield row
-    if not found:
-        raise TrainingError(f"{path} is empty: expected one JSON object per line, with `messages` or `prompt`")
-
-
-def _read_dataset(name: str, split: str) -> Iterator[dict[str, Any]]:
-    try:
-        import datasets
-    except ImportError as error:
-        raise MissingPackageError(
-            f"{name!r} is no file, and reading it as a data set needs the package `datasets`: "
-            "`pip install datasets`, or give the path of a JSONL file"
-        ) from error
-    yield from datasets.load_dataset(name, split=split)
-
-
-def to_messages(row: dict[str, Any], where: str) -> list[dict[str, str]]:
-    """The chat messages of a row, ending with the last user message: later (assistant) messages are what gets
-    regenerated.
-
-    ShareGPT's `from` / `value` and a plain `prompt` / `instruction` / `question` (with an optional `input`) are
-    understood too.
-
-    Raises:
-        TrainingError: no known column, or no user message.
-    """
-    for key in MESSAGE_KEYS:
-        if row.get(key):
-            messages = [_to_message(message, f"{where}, `{key}`") for message in row[key]]
-            break
-    else:
-        key = next((key for key in TEXT_KEYS if isinstance(row.get(key), str)), None)
-        if key is None:
-            raise TrainingError(
-                f"{where}: found the keys {sorted(row)}, expected one of {', '.join(MESSAGE_KEYS + TEXT_KEYS)}"
-            )
-        extra = row.get("input") or ""
-        messages = [{"role": "user", "content": f"{row[key]}\n\n{extra}" if extra else row[key]}]
-    while messages and messages[-1]["role"] == "assistant":
-        messages.pop()
-    if not messages or messages[-1]["role"] != "user":
-        raise TrainingError(f"{where}: the conversation holds no user message to answer")
-    return messages
-
-
-def _to_message(message: Any, where: str) -> dict[str, str]:
-    roles = {"human": "user", "gpt": "assistant"}
-    if isinstance(message, dict) and isinstance(message.get("content"), str) and isinstance(message.get("role"), str):
-        return {"role": message["role"], "content": message["content"]}
-    if isinstance(message, dict) and isinstance(message.get("value"), str) and isinstance(message.get("from"), str):
-        return {"role": roles.get(message["from"], message["from"]), "content": message["value"]}
-    raise TrainingError(
-        f"{where}: a message must be {{'role': ..., 'content': ...}} with text content, found {message!r:.80}"
-    )
 
 
 def read_prompts(
@@ -119,45 +33,53 @@ def read_prompts(
     *,
     split: str = "train",
     max_prompt_tokens: int = 2048,
-    template_options: dict[str, Any] | None = None,
-) -> list[Prompt]:
-    """Read, tokenise and deduplicate prompts, in file order.
+    chat_template_kwargs: dict[str, Any] | None = None,
+) -> list[TokenizedPrompt]:
+    """Read, tokenize and de-duplicate prompts.
 
     Args:
-        tokenizer: the target's; its chat template is applied with `add_generation_prompt=True` and `template_options`
-            (for instance `{"enable_thinking": False}`). Without a chat template only `prompt` rows can be read, as
+        source: path of a JSON-lines file, else the name of a `datasets` data set.
+        tokenizer: the target's; conversations go through its chat template with `chat_template_kwargs`
+            (for example `{"enable_thinking": False}`). Without a chat template only single prompts can be read, as
             plain text.
-        max_prompt_tokens: longer prompts are left out, never cut.
+        split: split of the data set.
+        max_prompt_tokens: longer prompts are skipped, never cut.
 
     Raises:
-        TrainingError: unreadable rows, or nothing left.
+        PromptError: a row is not a prompt; the message says which.
+        TrainingError: there is no prompt, all are too long, or a conversation has no chat template to go through.
+        MissingPackageError: `source` is not a file and `datasets` is not installed.
     """
-    prompts, seen, long = [], set(), 0
-    for number, row in enumerate(read_rows(source, split=split), start=1):
-        prompt = Prompt(tuple(_tokenise(row, tokenizer, f"{source}, row {number}", template_options or {})), row)
-        if len(prompt.ids) > max_prompt_tokens:
+    rows = read_prompt_file(source) if Path(source).is_file() else read_dataset(str(source), split)
+    prompts, seen, long, number = [], set(), 0, 0
+    for number, prompt in enumerate(rows, start=1):
+        ids = _tokenize(prompt, tokenizer, f"{source}, row {number}", chat_template_kwargs or {})
+        tokenized = TokenizedPrompt(tuple(ids), prompt.row)
+        if len(tokenized.ids) > max_prompt_tokens:
             long += 1
-        elif prompt.key not in seen:
-            seen.add(prompt.key)
-            prompts.append(prompt)
+        elif tokenized.key not in seen:
+            seen.add(tokenized.key)
+            prompts.append(tokenized)
+    if not number:
+        raise TrainingError(f"{source} is empty: expected one JSON object per line, with `messages` or `prompt`")
     if not prompts:
         raise TrainingError(f"{source}: no prompt is left ({long} were longer than {max_prompt_tokens} tokens)")
     return prompts
 
 
-def _tokenise(row: dict[str, Any], tokenizer: Any, where: str, options: dict[str, Any]) -> list[int]:
-    messages = to_messages(row, where)
+def _tokenize(prompt: Prompt, tokenizer: Any, where: str, chat_template_kwargs: dict[str, Any]) -> list[int]:
     if getattr(tokenizer, "chat_template", None):
-        text = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False, **options)
+        text = tokenizer.apply_chat_template(
+            prompt.messages, add_generation_prompt=True, tokenize=False, **chat_template_kwargs
+        )
         return tokenizer(text, add_special_tokens=False)["input_ids"]
-    if len(messages) > 1:
+    if len(prompt.messages) > 1:
         raise TrainingError(f"{where}: a conversation needs a chat template, and this tokenizer has none")
-    return tokenizer(messages[0]["content"])["input_ids"]
+    return tokenizer(prompt.text)["input_ids"]
 
 
-def batches(prompts: Iterable[Prompt], batch_size: int, window: int = 16) -> list[list[Prompt]]:
-    """Cut the prompts into batches of like length: sorted by length inside windows of `window` batches, so padding
-    stays small.
+def batches(prompts: Iterable[TokenizedPrompt], batch_size: int, window: int = 16) -> list[list[TokenizedPrompt]]:
+    """Cut the prompts into batches of similar length, to keep padding small: sorted within windows of `window` batches.
 
     The result depends only on the list, so that an interrupted run cuts it the same way again.
     """

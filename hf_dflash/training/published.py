@@ -2,20 +2,20 @@
 
 Owns: z-lab's and speculators' `config.json` for a canonical draft, and saving a draft atomically in any of the three.
 
-Does not know: reading those layouts (`hf_dflash.layouts` does, and the tests close the circle).
+Does not know: reading those layouts (`hf_dflash.draft.layouts` does, and the tests close the circle).
 """
 
 import json
-import shutil
 from pathlib import Path
 from typing import Any
 
 from safetensors.torch import save_file
 
-from ..configuration_dflash import DFlashConfig
-from ..errors import TrainingError
-from ..layouts import NETWORK_KEYS, OUTPUT_KEYS, VERSION_2_KEYS
-from ..modeling_dflash import DFlashDraftModel
+from hf_dflash.draft.configuration_dflash import DFlashConfig
+from hf_dflash.draft.errors import TrainingError
+from hf_dflash.draft.layouts import NETWORK_KEYS, OUTPUT_KEYS, VERSION_2_KEYS
+from hf_dflash.draft.modeling_dflash import DFlashDraftModel
+from hf_dflash.files import atomic_folder
 
 
 def zlab_config(config: DFlashConfig, dtype: str) -> dict[str, Any]:
@@ -121,30 +121,18 @@ def save_draft(
         TrainingError: the layout cannot express the draft, or the disk is full.
     """
     folder = Path(folder)
-    partial = folder.with_name(folder.name + ".part")
-    shutil.rmtree(partial, ignore_errors=True)
     try:
-        partial.mkdir(parents=True)
-        if layout == "canonical":
-            draft.save_pretrained(partial)
-        else:
-            dtype = str(draft.dtype).removeprefix("torch.")
-            config = (zlab_config if layout == "zlab" else speculators_config)(draft.config, dtype)
-            (partial / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-            tensors = {name: tensor.contiguous() for name, tensor in draft.state_dict().items()}
-            save_file(tensors, partial / "model.safetensors", metadata={"format": "pt"})
-        for name, text in (extra or {}).items():
-            (partial / name).write_text(text, encoding="utf-8")
-        if folder.exists():
-            # A folder cannot replace a full one in one move, so the old one steps aside first.
-            old = folder.with_name(folder.name + ".old")
-            shutil.rmtree(old, ignore_errors=True)
-            folder.rename(old)
-            partial.rename(folder)
-            shutil.rmtree(old)
-        else:
-            partial.rename(folder)
+        with atomic_folder(folder) as partial:
+            if layout == "canonical":
+                draft.save_pretrained(partial)
+            else:
+                dtype = str(draft.dtype).removeprefix("torch.")
+                config = (zlab_config if layout == "zlab" else speculators_config)(draft.config, dtype)
+                (partial / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+                tensors = {name: tensor.contiguous() for name, tensor in draft.state_dict().items()}
+                save_file(tensors, partial / "model.safetensors", metadata={"format": "pt"})
+            for name, text in (extra or {}).items():
+                (partial / name).write_text(text, encoding="utf-8")
     except OSError as error:
-        shutil.rmtree(partial, ignore_errors=True)
         raise TrainingError(f"saving the draft to {folder} failed: {error}") from error
     return folder

@@ -7,7 +7,7 @@ Does not know: models, states, tokenizers.
 
 import json
 import random
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch.utils.data import Dataset
 
-from ..errors import TrainingError
-from .prompts import read_rows
+from hf_dflash.draft.errors import TrainingError
+from hf_dflash.files import read_jsonl
 
 
 @dataclass(frozen=True)
@@ -58,9 +58,9 @@ def read_records(path: str | Path, *, block_size: int, max_length: int, vocab_si
         raise TrainingError(
             f"{path} does not exist: training reads the file of token ids that `hf-dflash data --out` writes"
         )
-    kept, short, cut = [], 0, 0
-    for number, row in enumerate(read_rows(path), start=1):
-        where = f"{path}, record {number}"
+    kept, short, cut, number = [], 0, 0, 0
+    for number, row in _rows(path):
+        where = f"{path}, line {number}"
         prompt, response = (_token_ids(row, key, where, vocab_size) for key in ("prompt_ids", "response_ids"))
         room = max_length - len(prompt)
         cut += len(response) > room
@@ -69,12 +69,21 @@ def read_records(path: str | Path, *, block_size: int, max_length: int, vocab_si
             short += 1
         else:
             kept.append(Record(str(row.get("key", number)), tuple(prompt), tuple(response)))
+    if not number:
+        raise TrainingError(f"{path} is empty: expected one JSON object of token ids per line")
     if not kept:
         raise TrainingError(
             f"{path}: none of {short} responses has the {block_size} tokens of a block within max_length {max_length}; "
             "regenerate longer responses, or lower block_size"
         )
     return Records(kept, short, cut)
+
+
+def _rows(path: str | Path) -> Iterator[tuple[int, dict[str, Any]]]:
+    try:
+        yield from read_jsonl(path)
+    except ValueError as error:
+        raise TrainingError(str(error)) from error
 
 
 def _token_ids(row: dict[str, Any], key: str, where: str, vocab_size: int) -> list[int]:

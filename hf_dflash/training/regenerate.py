@@ -17,9 +17,9 @@ from typing import Any
 
 import torch
 
-from ..errors import TrainingError
-from ..files import write_whole
-from .prompts import Prompt, batches
+from hf_dflash.draft.errors import TrainingError
+from hf_dflash.files import atomic_write
+from hf_dflash.training.prompts import TokenizedPrompt, batches
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class RegenerationSettings:
 def regenerate(
     model: Any,
     tokenizer: Any,
-    prompts: list[Prompt],
+    prompts: list[TokenizedPrompt],
     out: str | Path,
     settings: RegenerationSettings,
     *,
@@ -91,7 +91,12 @@ def regenerate(
 
 @torch.no_grad()
 def _generate(
-    model: Any, tokenizer: Any, batch: list[Prompt], settings: RegenerationSettings, draft: Any, stops: set[int]
+    model: Any,
+    tokenizer: Any,
+    batch: list[TokenizedPrompt],
+    settings: RegenerationSettings,
+    draft: Any,
+    stops: set[int],
 ) -> list[list[int]]:
     """Token ids of the responses, each cut after its first stop token (kept)."""
     width = max(len(prompt.ids) for prompt in batch)
@@ -117,8 +122,8 @@ def _cut(response: list[int], stops: set[int]) -> list[int]:
     return response[:end]
 
 
-def _line(prompt: Prompt, response: list[int], stops: set[int], tokenizer: Any) -> dict[str, Any]:
-    kind = {"kind": prompt.source["kind"]} if "kind" in prompt.source else {}
+def _line(prompt: TokenizedPrompt, response: list[int], stops: set[int], tokenizer: Any) -> dict[str, Any]:
+    kind = {"kind": prompt.row["kind"]} if "kind" in prompt.row else {}
     return {
         "key": prompt.key,
         **kind,
@@ -134,7 +139,7 @@ def _stop_ids(model: Any) -> set[int]:
     return set() if eos is None else set(eos) if isinstance(eos, (list, tuple)) else {eos}
 
 
-def _batch_seed(seed: int, batch: list[Prompt]) -> int:
+def _batch_seed(seed: int, batch: list[TokenizedPrompt]) -> int:
     digest = hashlib.sha1(f"{seed}:{','.join(prompt.key for prompt in batch)}".encode()).digest()
     return int.from_bytes(digest[:7], "big")
 
@@ -183,4 +188,4 @@ def _check_settings(out: Path, model: Any, settings: RegenerationSettings) -> No
             "another --out"
         )
     else:
-        write_whole(path, json.dumps(wanted, indent=2) + "\n")
+        atomic_write(path, json.dumps(wanted, indent=2) + "\n")

@@ -13,19 +13,27 @@ from typing import Any
 
 import torch
 
-from ..errors import MissingPackageError, TrainingError
-from ..loading import load_draft
-from ..modeling_dflash import DFlashDraftModel
-from ..target import Target
-from .evaluation import Acceptance, measure_acceptance
-from .objective import Objective
-from .plot import plot_run
-from .published import save_draft
-from .records import Record, RecordDataset, Records, read_records, response_token_counts, save_split, split
-from .settings import TrainingSettings
-from .setup_draft import check_warm_start, choose_mask_token, copy_from_target, make_config
-from .state_cache import CachedStates, build_state_cache, cache_bytes
-from .states import StateCapture
+from hf_dflash.draft.errors import MissingPackageError, TrainingError
+from hf_dflash.draft.loading import load_draft
+from hf_dflash.draft.modeling_dflash import DFlashDraftModel
+from hf_dflash.target.target import Target
+from hf_dflash.training.evaluation import Acceptance, measure_acceptance
+from hf_dflash.training.objective import Objective
+from hf_dflash.training.plot import plot_run
+from hf_dflash.training.published import save_draft
+from hf_dflash.training.records import (
+    Record,
+    RecordDataset,
+    Records,
+    read_records,
+    response_token_counts,
+    save_split,
+    split,
+)
+from hf_dflash.training.settings import TrainingSettings
+from hf_dflash.training.setup_draft import check_warm_start, choose_mask_token, copy_from_target, make_config
+from hf_dflash.training.state_cache import CachedStates, build_state_cache, cache_bytes
+from hf_dflash.training.states import StateCapture
 
 SETTINGS_FILE, DRAFT_FOLDER, PLOT_FILE, REPORT_FILE = "training.yaml", "draft", "training.png", "report.json"
 
@@ -36,7 +44,7 @@ class TrainingResult:
 
     Attributes:
         draft_folder: the finished draft in the layout that was asked for; None where training was interrupted.
-        steps: optimiser steps done.
+        steps: optimizer steps done.
         held_out: acceptance on the held-out records, None where none were held out.
         real_tau: acceptance length of `generate` on held-out prompts, None where it was not measured.
         interrupted: Ctrl-C ended training; a complete checkpoint is there to resume from.
@@ -124,13 +132,13 @@ def _arguments(settings: TrainingSettings) -> Any:
         import accelerate  # noqa: F401
     except ImportError as error:
         raise MissingPackageError("training needs the package accelerate: `pip install accelerate`") from error
-    from .trainer import make_arguments
+    from hf_dflash.training.trainer import make_arguments
 
     return make_arguments(settings)
 
 
 def _checkpoint(out: Path, settings: TrainingSettings, resume: bool) -> Path | None:
-    from .trainer import check_resume, last_complete_checkpoint
+    from hf_dflash.training.trainer import check_resume, last_complete_checkpoint
 
     if resume:
         return check_resume(out, out / SETTINGS_FILE, settings)
@@ -249,7 +257,7 @@ def _make_trainer(
     held_out: list[Record],
     states: CachedStates | None,
 ) -> tuple[Any, Any]:
-    from .trainer import CompleteCheckpoints, DraftTrainer, StopOnInterrupt
+    from hf_dflash.training.trainer import CompleteCheckpoints, DraftTrainer, StopOnInterrupt
 
     frequent = None
     if settings.loss_vocabulary is not None and settings.loss_vocabulary < target.num_embeddings:
@@ -310,8 +318,8 @@ def _real_tau(
     settings: TrainingSettings, target: Target, draft: DFlashDraftModel, held_out: list[Record]
 ) -> float | None:
     """Tokens per round of greedy `generate` with the draft, over the first held-out prompts."""
-    from ..generation import DFlashGenerate
-    from ..outputs import DFlashStatistics
+    from hf_dflash.decoding.generate import DFlashGenerate
+    from hf_dflash.decoding.statistics import DFlashStatistics
 
     found: list[DFlashStatistics] = []
     generate = DFlashGenerate(draft, stats=found.append)

@@ -1,7 +1,7 @@
 """Everything that a training run can be told.
 
 Owns: `TrainingSettings`, its checks, its YAML form. The command line has one flag for each field
-(`hf_dflash.cli.train`).
+(`hf_dflash_cli.train`).
 
 Does not know: what is done with any of it.
 """
@@ -10,7 +10,7 @@ from dataclasses import Field, asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from ..errors import TrainingError
+from hf_dflash.draft.errors import TrainingError
 
 
 def setting(default: Any, help: str) -> Any:

@@ -3,7 +3,7 @@
 Owns: the defaults that follow from a target (all of them written explicitly into the configuration), the choice and
 check of a mask token, weights copied from the target, warm starts.
 
-Does not know: data files beyond token counts, optimisation.
+Does not know: data files beyond token counts, optimization.
 """
 
 from collections.abc import Sequence
@@ -12,11 +12,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..configuration_dflash import DFlashConfig
-from ..errors import TrainingError
-from ..modeling_dflash import DFlashDraftModel
-from ..target import Target
-from .settings import TrainingSettings
+from hf_dflash.draft.configuration_dflash import DFlashConfig
+from hf_dflash.draft.errors import TrainingError
+from hf_dflash.draft.modeling_dflash import DFlashDraftModel
+from hf_dflash.target.target import Target
+from hf_dflash.training.settings import TrainingSettings
 
 
 def default_taps(num_target_layers: int, count: int) -> list[int]:

@@ -9,7 +9,6 @@ first row and rows; a shard holds `taps (rows, taps * hidden)` and perhaps `fina
 """
 
 import json
-import os
 import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -19,10 +18,10 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from ..errors import TrainingError
-from ..files import write_whole
-from .records import Record
-from .states import StateCapture
+from hf_dflash.draft.errors import TrainingError
+from hf_dflash.files import atomic_path, atomic_write
+from hf_dflash.training.records import Record
+from hf_dflash.training.states import StateCapture
 
 BYTES = 2  # of a bfloat16 value
 
@@ -80,7 +79,7 @@ def build_state_cache(
             shard, pending, rows = shard + 1, [], 0
         if on_batch is not None:
             on_batch(min(at + batch_size, len(ordered)))
-    write_whole(index_path, json.dumps({"description": description, "records": entries}))
+    atomic_write(index_path, json.dumps({"description": description, "records": entries}))
     return folder
 
 
@@ -110,13 +109,11 @@ def _capture(batch: Sequence[Record], capture: StateCapture) -> list[dict[str, t
 
 def _write_shard(folder: Path, shard: int, pending: list[dict[str, torch.Tensor]]) -> None:
     path = folder / f"shard-{shard:05d}.safetensors"
-    partial = path.with_name(path.name + ".part")
     try:
-        save_file({name: torch.cat([states[name] for states in pending]) for name in pending[0]}, partial)
+        with atomic_path(path) as partial:
+            save_file({name: torch.cat([states[name] for states in pending]) for name in pending[0]}, partial)
     except Exception as error:
-        partial.unlink(missing_ok=True)
         raise TrainingError(f"writing {path} failed ({error}); is the disk full?") from error
-    os.replace(partial, path)
 
 
 class CachedStates:

@@ -10,9 +10,9 @@ from typing import Any
 
 import torch
 
-from ..modeling_dflash import DFlashDraftModel
-from ..target import Target
-from .packing import PackedBlocks, attention_masks, flex_block_masks
+from hf_dflash.draft.modeling_dflash import DFlashDraftModel
+from hf_dflash.target.target import Target
+from hf_dflash.training.packing import PackedBlocks, attention_masks, flex_block_masks
 
 
 @dataclass(frozen=True)

@@ -18,14 +18,14 @@ from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState,
 from transformers.trainer_utils import get_last_checkpoint
 from transformers.utils import logging
 
-from ..errors import TrainingError
-from ..files import write_whole
-from ..modeling_dflash import DFlashDraftModel
-from ..target import Target
-from .evaluation import Acceptance, measure_acceptance
-from .objective import Objective
-from .records import Record, RecordDataset, collate
-from .settings import TrainingSettings
+from hf_dflash.draft.errors import TrainingError
+from hf_dflash.draft.modeling_dflash import DFlashDraftModel
+from hf_dflash.files import atomic_write
+from hf_dflash.target.target import Target
+from hf_dflash.training.evaluation import Acceptance, measure_acceptance
+from hf_dflash.training.objective import Objective
+from hf_dflash.training.records import Record, RecordDataset, collate
+from hf_dflash.training.settings import TrainingSettings
 
 logger = logging.get_logger(__name__)
 
@@ -94,7 +94,7 @@ class CompleteCheckpoints(TrainerCallback):
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         folder = Path(args.output_dir) / f"checkpoint-{state.global_step}"
         if state.is_world_process_zero and folder.is_dir():
-            write_whole(folder / COMPLETE, json.dumps({"step": state.global_step}))
+            atomic_write(folder / COMPLETE, json.dumps({"step": state.global_step}))
 
 
 class StopOnInterrupt(TrainerCallback):

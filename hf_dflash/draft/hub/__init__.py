@@ -7,17 +7,15 @@ Does not know: published layouts (the draft is loaded first), uploading (`huggin
 """
 
 import shutil
-import uuid
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from hf_dflash.errors import CheckpointError
-from hf_dflash.hub.card import model_card
-from hf_dflash.loading import is_draft_checkpoint, load_draft
+from hf_dflash.draft.errors import CheckpointError
+from hf_dflash.draft.hub.card import model_card
+from hf_dflash.draft.loading import is_draft_checkpoint, load_draft
+from hf_dflash.files import atomic_folder
 
 _CUSTOM_GENERATE = Path("custom_generate")
 _REQUIREMENTS = "hf-dflash\n"
@@ -58,7 +56,7 @@ def export_draft(
     draft = load_draft(source, dtype=dtype, **options)
     if target is not None:
         draft.config.target_name_or_path = target
-    with _all_or_nothing(destination) as folder:
+    with atomic_folder(destination) as folder:
         # The network's class brings its code along, as every class does that is made for AutoModel.
         draft.save_pretrained(folder, max_shard_size=max_shard_size)
         (folder / "README.md").write_text(model_card(draft), encoding="utf-8")
@@ -81,28 +79,6 @@ def _check_free(destination: Path, force: bool) -> None:
             f"{destination} does not hold a DFlash draft, so it is not replaced, not even with --force. "
             "Choose another folder or empty it by hand."
         )
-
-
-@contextmanager
-def _all_or_nothing(destination: Path) -> Iterator[Path]:
-    """A new folder beside `destination` that takes its place at the end, or vanishes if anything goes wrong."""
-    mark = uuid.uuid4().hex[:8]
-    partial = destination.with_name(f".{destination.name}.{mark}.partial")
-    former = destination.with_name(f".{destination.name}.{mark}.former")
-    partial.mkdir(parents=True)
-    try:
-        yield partial
-        if destination.exists():
-            destination.rename(former)
-        try:
-            partial.rename(destination)
-        except OSError:
-            if former.exists():
-                former.rename(destination)
-            raise
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
-    shutil.rmtree(former, ignore_errors=True)
 
 
 __all__ = ["export_draft", "model_card"]

@@ -3,7 +3,7 @@
 Owns: what a README.md on the Hub says about a draft and how to use it. Does not know: files.
 """
 
-from hf_dflash.modeling_dflash import DFlashDraftModel
+from hf_dflash.draft.modeling_dflash import DFlashDraftModel
 
 _CARD = """---
 {metadata}

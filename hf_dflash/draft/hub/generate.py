@@ -24,8 +24,7 @@ def generate(model, draft=None, **arguments):
         ValueError: this repository's name is not known, and no draft was given.
     """
     try:
-        from hf_dflash.generation import DFlashGenerate
-        from hf_dflash.loading import load_draft
+        from hf_dflash import DFlashGenerate, load_draft
     except ImportError as error:
         raise ImportError(
             "Decoding with a DFlash draft needs the package hf-dflash: run `pip install hf-dflash`."

@@ -1,7 +1,7 @@
 """Every published layout of a DFlash checkpoint, translated into the one canonical configuration.
 
-Owns: the table that recognises a layout from its `config.json`, and how each names its weights. `readers` knows where
-each layout keeps its values, `refusals` what cannot be honoured.
+Owns: the table that recognizes a layout from its `config.json`, and how each names its weights. `readers` knows where
+each layout keeps its values, `refusals` what cannot be honored.
 
 Does not know: files, tensors (only their names and shapes), targets, networks. Reading collects problems, so that
 `inspect` can list all of them; `to_canonical` is the one that raises.
@@ -10,9 +10,9 @@ Does not know: files, tensors (only their names and shapes), targets, networks. 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from hf_dflash.configuration_dflash import DFlashConfig, is_integer, join_problems
-from hf_dflash.errors import CheckpointError
-from hf_dflash.layouts.readers import (
+from hf_dflash.draft.configuration_dflash import DFlashConfig, is_integer, join_problems
+from hf_dflash.draft.errors import CheckpointError
+from hf_dflash.draft.layouts.readers import (
     NETWORK_KEYS,
     OUTPUT_KEYS,
     VERSION_2_KEYS,
@@ -23,8 +23,8 @@ from hf_dflash.layouts.readers import (
     read_speculators,
     read_z_lab,
 )
-from hf_dflash.layouts.reading import Reading, architectures, submapping
-from hf_dflash.layouts.refusals import unsupported_family
+from hf_dflash.draft.layouts.reading import Reading, architectures, submapping
+from hf_dflash.draft.layouts.refusals import unsupported_family
 
 Shapes = Mapping[str, tuple[int, ...]]
 
@@ -94,7 +94,7 @@ LAYOUTS = (
 )
 
 
-def recognise(raw: Mapping) -> Layout | None:
+def recognize(raw: Mapping) -> Layout | None:
     """The layout of a `config.json`; None for an ordinary model and for relatives of DFlash that are not supported."""
     if unsupported_family(raw):
         return None
@@ -102,7 +102,7 @@ def recognise(raw: Mapping) -> Layout | None:
 
 
 def read(raw: Mapping, shapes: Shapes | None = None) -> tuple[Layout, Reading]:
-    """Recognises and reads a `config.json`, collecting what is wrong with it.
+    """Recognizes and reads a `config.json`, collecting what is wrong with it.
 
     Args:
         raw: the parsed `config.json`.
@@ -117,7 +117,7 @@ def read(raw: Mapping, shapes: Shapes | None = None) -> tuple[Layout, Reading]:
         raise CheckpointError(
             f"This is a {family} draft, a relative of DFlash that is not supported yet. Use a DFlash or DFlash 2 draft."
         )
-    layout = recognise(raw)
+    layout = recognize(raw)
     if layout is None:
         kind = raw.get("speculators_model_type") or raw.get("model_type") or "without model_type"
         raise CheckpointError(
@@ -181,7 +181,7 @@ __all__ = [
     "Shapes",
     "mask_warnings",
     "read",
-    "recognise",
+    "recognize",
     "to_canonical",
     "unsupported_family",
 ]

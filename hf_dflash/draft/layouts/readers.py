@@ -2,7 +2,7 @@
 
 Owns: where each layout keeps each value and what it leaves to be understood (causality, window, tap numbering).
 
-Does not know: tensors, files, how a layout is recognised.
+Does not know: tensors, files, how a layout is recognized.
 """
 
 from collections.abc import Mapping
@@ -10,10 +10,10 @@ from typing import Any
 
 from transformers import PreTrainedConfig
 
-from hf_dflash.configuration_dflash import FOREIGN_KEYS, DFlashConfig, is_integer
-from hf_dflash.layouts.reading import Reading, Scopes, architectures, submapping
-from hf_dflash.layouts.refusals import OPTIONS, refuse_options
-from hf_dflash.layouts.rope import read_rope
+from hf_dflash.draft.configuration_dflash import FOREIGN_KEYS, DFlashConfig, is_integer
+from hf_dflash.draft.layouts.reading import Reading, Scopes, architectures, submapping
+from hf_dflash.draft.layouts.refusals import OPTIONS, refuse_options
+from hf_dflash.draft.layouts.rope import read_rope
 
 # Names that published layouts share with the canonical form.
 NETWORK_KEYS = (

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from hf_dflash.configuration_dflash import find_problems
+from hf_dflash.draft.configuration_dflash import find_problems
 
 
 @dataclass
@@ -19,7 +19,7 @@ class Reading:
 
     values: canonical keys to values, not yet checked.
     places: canonical keys to where the value stood, or to where it was looked for.
-    problems: what was seen while reading and cannot be honoured.
+    problems: what was seen while reading and cannot be honored.
     warnings: what is odd but works.
     """
 

@@ -8,7 +8,7 @@ Does not know: where layouts keep the values that are supported.
 
 from collections.abc import Iterable, Mapping
 
-from hf_dflash.layouts.reading import Reading, architectures, spoken, submapping
+from hf_dflash.draft.layouts.reading import Reading, architectures, spoken, submapping
 
 # key, the values that change nothing, what any other value asks for
 _OPTIONS = {
@@ -26,13 +26,13 @@ _OPTIONS = {
         (1.0,),
         "a logit scale under a name that no published DFlash draft uses (`output_multiplier` is known)",
     ),
-    "quantization_config": ((), "quantised draft weights; take the bf16 draft (the target may stay quantised)"),
+    "quantization_config": ((), "quantized draft weights; take the bf16 draft (the target may stay quantized)"),
 }
 OPTIONS = frozenset(_OPTIONS)
 
 
 def refuse_options(reading: Reading, scopes: Iterable[tuple[str, Mapping]]) -> None:
-    """Notes a problem for every option that cannot be honoured."""
+    """Notes a problem for every option that cannot be honored."""
     for prefix, mapping in scopes:
         for key, (harmless, meaning) in _OPTIONS.items():
             value = mapping.get(key)

@@ -9,8 +9,8 @@ Does not know: how angles are computed; whether the values are possible (the can
 from collections.abc import Mapping
 from typing import Any
 
-from hf_dflash.configuration_dflash import LAYER_TYPES, ROPE_REQUIRED_KEYS
-from hf_dflash.layouts.reading import Reading, spoken, submapping
+from hf_dflash.draft.configuration_dflash import LAYER_TYPES, ROPE_REQUIRED_KEYS
+from hf_dflash.draft.layouts.reading import Reading, spoken, submapping
 
 _OPTIONAL_KEYS = {
     "yarn": ("attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate"),

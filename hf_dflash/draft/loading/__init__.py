@@ -13,11 +13,17 @@ from typing import Any
 
 import torch
 
-from hf_dflash.errors import CheckpointError, DraftDtypeError
-from hf_dflash.loading.adopting import adopt_draft, is_draft
-from hf_dflash.loading.checkpoint import HUB_OPTIONS, Checkpoint, has_full_head, is_draft_checkpoint, read_checkpoint
-from hf_dflash.loading.pairing import TargetFacts, check_pairing, pairing_problems, pairing_warnings
-from hf_dflash.modeling_dflash import FP16_REASON, DFlashDraftModel, DFlashPreTrainedModel
+from hf_dflash.draft.errors import CheckpointError, DraftDtypeError
+from hf_dflash.draft.loading.adopting import adopt_draft, is_draft
+from hf_dflash.draft.loading.checkpoint import (
+    HUB_OPTIONS,
+    Checkpoint,
+    has_full_head,
+    is_draft_checkpoint,
+    read_checkpoint,
+)
+from hf_dflash.draft.loading.pairing import TargetFacts, check_pairing, pairing_problems, pairing_warnings
+from hf_dflash.draft.modeling_dflash import FP16_REASON, DFlashDraftModel, DFlashPreTrainedModel
 
 # What safetensors calls the dtypes that a draft may be stored in.
 _STORED_DTYPES = {"BF16": torch.bfloat16, "F32": torch.float32, "F16": torch.float16, "F64": torch.float64}
@@ -78,7 +84,7 @@ def load_draft(
     given = {key: value for key, value in options.items() if value is not None}
     if "quantization_config" in given:
         warnings.warn(
-            f"{checkpoint.name} is loaded quantised, as asked. A quantised draft proposes worse, with 4 bits and "
+            f"{checkpoint.name} is loaded quantized, as asked. A quantized draft proposes worse, with 4 bits and "
             "sliding layers often nothing that is accepted: watch the acceptance length.",
             stacklevel=2,
         )

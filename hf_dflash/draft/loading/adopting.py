@@ -11,11 +11,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from hf_dflash.configuration_dflash import DFlashConfig, join_problems
-from hf_dflash.errors import CheckpointError, DraftDtypeError
-from hf_dflash.layouts import read, recognise, unsupported_family
-from hf_dflash.loading.checkpoint import has_full_head, shape_problems
-from hf_dflash.modeling_dflash import FP16_REASON, DFlashDraftModel
+from hf_dflash.draft.configuration_dflash import DFlashConfig, join_problems
+from hf_dflash.draft.errors import CheckpointError, DraftDtypeError
+from hf_dflash.draft.layouts import read, recognize, unsupported_family
+from hf_dflash.draft.loading.checkpoint import has_full_head, shape_problems
+from hf_dflash.draft.modeling_dflash import FP16_REASON, DFlashDraftModel
 
 ADOPTED = "_hf_dflash_adopted"
 
@@ -25,7 +25,7 @@ def is_draft(candidate: Any) -> bool:
     if isinstance(candidate, DFlashDraftModel):
         return True
     raw = _raw_config(candidate)
-    return raw is not None and (recognise(raw) is not None or unsupported_family(raw) is not None)
+    return raw is not None and (recognize(raw) is not None or unsupported_family(raw) is not None)
 
 
 def adopt_draft(model: nn.Module) -> DFlashDraftModel:

@@ -18,10 +18,10 @@ from huggingface_hub import hf_hub_download, list_repo_files
 from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError, HFValidationError
 from safetensors import SafetensorError, safe_open
 
-from hf_dflash.configuration_dflash import DFlashConfig, join_problems
-from hf_dflash.errors import CheckpointError
-from hf_dflash.layouts import Layout, Reading, read, recognise, unsupported_family
-from hf_dflash.modeling_dflash import DFlashDraftModel
+from hf_dflash.draft.configuration_dflash import DFlashConfig, join_problems
+from hf_dflash.draft.errors import CheckpointError
+from hf_dflash.draft.layouts import Layout, Reading, read, recognize, unsupported_family
+from hf_dflash.draft.modeling_dflash import DFlashDraftModel
 
 HUB_OPTIONS = ("revision", "token", "cache_dir", "force_download", "local_files_only", "subfolder")
 LISTED = 10
@@ -110,7 +110,7 @@ def is_draft_checkpoint(name_or_path: str | Path, **hub_options: Any) -> bool:
         raw = _Files(name_or_path, hub_options).config()
     except CheckpointError:
         return False
-    return recognise(raw) is not None or unsupported_family(raw) is not None
+    return recognize(raw) is not None or unsupported_family(raw) is not None
 
 
 class _Files:

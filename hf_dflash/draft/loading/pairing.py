@@ -11,11 +11,11 @@ from typing import Any
 
 from transformers import PreTrainedConfig
 
-from hf_dflash.configuration_dflash import DFlashConfig
-from hf_dflash.errors import PairingError
-from hf_dflash.layouts import mask_warnings
-from hf_dflash.modeling_dflash import DFlashDraftModel
-from hf_dflash.target import Target
+from hf_dflash.draft.configuration_dflash import DFlashConfig
+from hf_dflash.draft.errors import PairingError
+from hf_dflash.draft.layouts import mask_warnings
+from hf_dflash.draft.modeling_dflash import DFlashDraftModel
+from hf_dflash.target.target import Target
 
 _SPECIAL_TOKENS = ("eos_token_id", "pad_token_id")
 

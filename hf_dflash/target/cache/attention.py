@@ -8,8 +8,8 @@ Does not know: masks, positions, other layer kinds.
 import torch
 from transformers.cache_utils import DynamicLayer
 
-from .block_layer import BlockLayer, LayerPlan, same_for_all_rows
-from .buffer import GrowingBuffer
+from hf_dflash.target.cache.block_layer import BlockLayer, LayerPlan, same_for_all_rows
+from hf_dflash.target.cache.buffer import GrowingBuffer
 
 
 class FullAttentionLayer(BlockLayer, DynamicLayer):

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from torch import nn
 from transformers import Cache
 
-from ..errors import UnsupportedOptionError
-from .reading import Reading
+from hf_dflash.draft.errors import UnsupportedOptionError
+from hf_dflash.target.cache.reading import Reading
 
 
 @dataclass(frozen=True)

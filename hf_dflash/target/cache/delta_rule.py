@@ -13,8 +13,8 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from .convolution import StackedConvolution
-from .replay import BlockRecord, Replay, accepted_steps, decay_factor
+from hf_dflash.target.cache.convolution import StackedConvolution
+from hf_dflash.target.cache.replay import BlockRecord, Replay, accepted_steps, decay_factor
 
 #: Added to a key's squared norm by transformers' delta rule functions.
 NORM_EPSILON = 1e-6

@@ -9,8 +9,8 @@ from collections.abc import Sequence
 
 import torch
 
-from ..errors import UnsupportedOptionError
-from .buffer import GrowingBuffer
+from hf_dflash.draft.errors import UnsupportedOptionError
+from hf_dflash.target.cache.buffer import GrowingBuffer
 
 
 class DraftContextCache:

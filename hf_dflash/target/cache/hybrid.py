@@ -10,10 +10,10 @@ from transformers.cache_utils import (
     LinearAttentionAndSlidingWindowAttentionLayer,
 )
 
-from .attention import FullAttentionLayer
-from .block_layer import LayerPlan
-from .recurrent import RecurrentLayer
-from .sliding import SlidingAttentionLayer
+from hf_dflash.target.cache.attention import FullAttentionLayer
+from hf_dflash.target.cache.block_layer import LayerPlan
+from hf_dflash.target.cache.recurrent import RecurrentLayer
+from hf_dflash.target.cache.sliding import SlidingAttentionLayer
 
 
 class HybridLayer(RecurrentLayer, FullAttentionLayer):

@@ -13,8 +13,8 @@ from torch import nn
 from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import LinearAttentionCacheLayerMixin
 
-from ..errors import UnsupportedTargetError
-from .reading import Reading
+from hf_dflash.draft.errors import UnsupportedTargetError
+from hf_dflash.target.cache.reading import Reading
 
 #: Names that mixers give to the cache argument, in the versions of transformers that are supported.
 CACHE_ARGUMENTS = ("cache", "cache_params", "past_key_values")

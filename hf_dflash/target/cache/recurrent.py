@@ -10,12 +10,12 @@ import torch
 from torch import nn
 from transformers.cache_utils import LinearAttentionLayer
 
-from ..errors import UnsupportedTargetError
-from .block_layer import BlockLayer, LayerPlan, same_for_all_rows
-from .convolution import ConvolutionInputs
-from .reading import Call, Reading, cut, num_tokens, read_one_by_one, without_clamp
-from .replay import BlockRecord, OutputRecorder
-from .replay_group import replay_for
+from hf_dflash.draft.errors import UnsupportedTargetError
+from hf_dflash.target.cache.block_layer import BlockLayer, LayerPlan, same_for_all_rows
+from hf_dflash.target.cache.convolution import ConvolutionInputs
+from hf_dflash.target.cache.reading import Call, Reading, cut, num_tokens, read_one_by_one, without_clamp
+from hf_dflash.target.cache.replay import BlockRecord, OutputRecorder
+from hf_dflash.target.cache.replay_group import replay_for
 
 #: The states of one moment: convolution states, recurrent states, and which of them are there.
 Snapshot = tuple[dict[int, torch.Tensor | None], dict[int, torch.Tensor | None], dict[int, bool]]

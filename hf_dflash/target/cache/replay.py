@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from .convolution import ConvolutionInputs
+from hf_dflash.target.cache.convolution import ConvolutionInputs
 
 
 @dataclass(frozen=True)

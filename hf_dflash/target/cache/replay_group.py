@@ -10,9 +10,9 @@ from typing import Protocol
 
 from torch import nn
 
-from .delta_rule import ChannelDeltaReplay, DeltaReplay
-from .replay import BlockRecord, Replay
-from .state_space import StateSpaceReplay
+from hf_dflash.target.cache.delta_rule import ChannelDeltaReplay, DeltaReplay
+from hf_dflash.target.cache.replay import BlockRecord, Replay
+from hf_dflash.target.cache.state_space import StateSpaceReplay
 
 REPLAYS: tuple[type[Replay], ...] = (DeltaReplay, ChannelDeltaReplay, StateSpaceReplay)
 

@@ -8,9 +8,9 @@ Does not know: masks, positions, other layer kinds.
 import torch
 from transformers.cache_utils import DynamicSlidingWindowLayer
 
-from ..errors import UnsupportedOptionError
-from .block_layer import BlockLayer, LayerPlan, same_for_all_rows
-from .buffer import GrowingBuffer
+from hf_dflash.draft.errors import UnsupportedOptionError
+from hf_dflash.target.cache.block_layer import BlockLayer, LayerPlan, same_for_all_rows
+from hf_dflash.target.cache.buffer import GrowingBuffer
 
 
 class SlidingAttentionLayer(BlockLayer, DynamicSlidingWindowLayer):

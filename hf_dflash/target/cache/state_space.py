@@ -12,8 +12,8 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from .convolution import StackedConvolution
-from .replay import BlockRecord, Replay, accepted_steps, decay_factor
+from hf_dflash.target.cache.convolution import StackedConvolution
+from hf_dflash.target.cache.replay import BlockRecord, Replay, accepted_steps, decay_factor
 
 
 def advance_state_spaces(

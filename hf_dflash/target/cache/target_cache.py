@@ -20,16 +20,16 @@ from transformers.cache_utils import (
     LinearAttentionLayer,
 )
 
-from ..errors import UnsupportedOptionError, UnsupportedTargetError
-from .attention import FullAttentionLayer
-from .block_layer import BlockLayer, LayerPlan
-from .facts import tokens_in
-from .hybrid import HybridLayer, HybridSlidingLayer
-from .mixers import mixers_by_layer
-from .reading import Reading
-from .recurrent import RecurrentLayer
-from .replay_group import group_layers
-from .sliding import SlidingAttentionLayer
+from hf_dflash.draft.errors import UnsupportedOptionError, UnsupportedTargetError
+from hf_dflash.target.cache.attention import FullAttentionLayer
+from hf_dflash.target.cache.block_layer import BlockLayer, LayerPlan
+from hf_dflash.target.cache.facts import tokens_in
+from hf_dflash.target.cache.hybrid import HybridLayer, HybridSlidingLayer
+from hf_dflash.target.cache.mixers import mixers_by_layer
+from hf_dflash.target.cache.reading import Reading
+from hf_dflash.target.cache.recurrent import RecurrentLayer
+from hf_dflash.target.cache.replay_group import group_layers
+from hf_dflash.target.cache.sliding import SlidingAttentionLayer
 
 #: Stand-ins by the exact class of the layer they replace: a subclass may store what its base does not.
 STAND_INS: dict[type, type[BlockLayer]] = {
@@ -56,12 +56,12 @@ class TargetCache:
         cache: empty, or filled by earlier turns. `DynamicCache()` without a config is filled up with full attention
             layers.
         model: the target.
-        max_length: the most tokens that the call can commit, those already in `cache` included. Memory grows towards
+        max_length: the most tokens that the call can commit, those already in `cache` included. Memory grows toward
             it.
         block_size: the most tokens that one verify forward reads.
 
     Raises:
-        UnsupportedOptionError: the cache is static, quantised or offloaded.
+        UnsupportedOptionError: the cache is static, quantized or offloaded.
         UnsupportedTargetError: a layer is of a kind that cannot be rolled back, or layers are missing.
     """
 
@@ -171,7 +171,7 @@ def _refuse_other_caches(cache: Cache) -> None:
     if isinstance(cache, StaticCache):
         kind = "a static cache (cache_implementation='static')"
     elif isinstance(cache, QuantizedCache):
-        kind = "a quantised cache (cache_implementation='quantized')"
+        kind = "a quantized cache (cache_implementation='quantized')"
     elif getattr(cache, "offloading", False):
         kind = "an offloaded cache (cache_implementation='offloaded')"
     elif not isinstance(cache, DynamicCache):
