@@ -1,7 +1,5 @@
-"""What is decoded with: a target, its tokenizer and a draft.
-
-Owns: loading them from names and a few words (dtype, quantization, device), and turning prompts and sampling choices
-into arguments of `generate`. Does not know: decoding, the command line.
+"""Loads a target, its tokenizer and a draft by name (with dtype, quantization, device), and turns prompts and sampling
+options into arguments of `generate`.
 """
 
 from dataclasses import dataclass, field
@@ -27,7 +25,7 @@ from hf_dflash.draft.loading import load_draft
 from hf_dflash.draft.modeling_dflash import DFlashDraftModel
 
 DTYPES = ("auto", "bfloat16", "float16", "float32")
-#: How a checkpoint was quantized, in its config's words -> the extra of hf-dflash that brings what loads it.
+#: `quant_method` in a checkpoint's config -> the extra of hf-dflash that installs the packages to load it.
 EXTRAS = {
     "awq": "awq",
     "gptq": "gptq",
@@ -41,7 +39,7 @@ EXTRAS = {
 
 @dataclass(frozen=True)
 class Pair:
-    """A target with its tokenizer and its draft, the names they were loaded by, and arguments for the chat template."""
+    """A target, its tokenizer and its draft, the names they were loaded from, and arguments for the chat template."""
 
     target: PreTrainedModel
     tokenizer: PreTrainedTokenizerBase
@@ -52,7 +50,9 @@ class Pair:
 
 
 def load_pair(target: str, draft: str, chat_template_kwargs: dict[str, Any] | None = None, **options: Any) -> Pair:
-    """Load both; options are those of `load_target`. The draft goes to the device of the target's first layers."""
+    """Load a target and its draft; options are those of `load_target`. The draft is put on the device of the target's
+    first layers.
+    """
     model, tokenizer = load_target(target, **options)
     network = load_draft(draft, device_map=str(model.device))
     return Pair(model, tokenizer, network, target, draft, chat_template_kwargs or {})
@@ -67,33 +67,33 @@ def load_target(
     gguf_file: str | None = None,
     trust_remote_code: bool = False,
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """Load a target and its tokenizer, quietly.
+    """Load a target and its tokenizer, without progress bars.
 
     Args:
-        gguf_file: which file of the folder or repository to read, where it holds GGUF files.
+        gguf_file: the file to load, if the folder or repository holds GGUF files.
 
     Raises:
         UnsupportedOptionError: unknown dtype or quantization.
         MissingPackageError: a package that the checkpoint or the quantization needs is not installed, or is too old.
     """
     if dtype not in DTYPES:
-        raise UnsupportedOptionError(f"The dtype '{dtype}' is unknown; choose one of {', '.join(DTYPES)}.")
+        raise UnsupportedOptionError(f"Unknown dtype '{dtype}'; choose one of {', '.join(DTYPES)}.")
     be_quiet()
     shared = {"trust_remote_code": trust_remote_code, **({"gguf_file": gguf_file} if gguf_file else {})}
-    # Named only where it was asked for: a None would go before the entry of a quantized checkpoint.
+    # Passed only if requested: a None would override the entry of a quantized checkpoint.
     given = {"quantization_config": quantization_config(quantization)} if quantization else {}
     try:
         model = AutoModelForCausalLM.from_pretrained(name, dtype=dtype, device_map=device_map, **given, **shared)
         return model.eval(), AutoTokenizer.from_pretrained(name, **shared)
     except ImportError as error:
-        raise MissingPackageError(_what_to_install(name, quantization, gguf_file, trust_remote_code, error)) from error
+        raise MissingPackageError(_install_hint(name, quantization, gguf_file, trust_remote_code, error)) from error
 
 
-def _what_to_install(
+def _install_hint(
     name: str, quantization: str | None, gguf_file: str | None, trust_remote_code: bool, error: ImportError
 ) -> str:
-    """What transformers missed, and the command that brings it."""
-    found = str(error).strip().splitlines()[0]
+    """Return a message with what transformers is missing and the command that installs it."""
+    reason = str(error).strip().splitlines()[0]
     method = "gguf" if gguf_file is not None else None
     if method is None and quantization is None:
         entry = (
@@ -101,19 +101,19 @@ def _what_to_install(
         )
         method = (entry or {}).get("quant_method")
     if method not in EXTRAS:
-        return f"{name} cannot be loaded: {found}"
+        return f"{name} cannot be loaded: {reason}"
     command = f'pip install -U "hf-dflash[{EXTRAS[method]}]"'
-    return f"{name} is a {method} checkpoint ({found}). Install what loads it: {command}."
+    return f"{name} is a {method} checkpoint ({reason}). Install the packages to load it: {command}."
 
 
 def be_quiet() -> None:
-    """Keep transformers' progress bars and its remarks below warnings off the terminal."""
+    """Turn off transformers' progress bars and log messages below warnings."""
     logging.disable_progress_bar()
     logging.set_verbosity_warning()
 
 
 def quantization_config(name: str) -> Any:
-    """The transformers configuration for a `--quantization` name.
+    """Return the transformers configuration for a `--quantization` name.
 
     Raises:
         UnsupportedOptionError: the name is unknown.
@@ -138,10 +138,10 @@ def quantization_config(name: str) -> Any:
         "quanto-int8": ("optimum", "quanto", lambda: QuantoConfig(weights="int8")),
     }
     if name not in kinds:
-        raise UnsupportedOptionError(f"The quantization '{name}' is unknown; choose one of {', '.join(kinds)}.")
+        raise UnsupportedOptionError(f"Unknown quantization '{name}'; choose one of {', '.join(kinds)}.")
     module, extra, make = kinds[name]
     if find_spec(module) is None:
-        raise MissingPackageError(f'The quantization {name} needs a package: pip install "hf-dflash[{extra}]".')
+        raise MissingPackageError(f'Quantization {name} needs an extra package: pip install "hf-dflash[{extra}]".')
     return make()
 
 
@@ -152,8 +152,9 @@ def sampling_arguments(
     min_p: float | None = None,
     repetition_penalty: float | None = None,
 ) -> dict[str, Any]:
-    """Arguments of `generate` for the sampling options; temperature 0 decodes greedily, whatever the checkpoint's
-    defaults."""
+    """Return arguments of `generate` for the sampling options; temperature 0 means greedy decoding, regardless of the
+    checkpoint's defaults.
+    """
     chosen = {"top_p": top_p, "top_k": top_k, "min_p": min_p} if temperature else {}
     chosen |= {"repetition_penalty": repetition_penalty}
     chosen = {name: value for name, value in chosen.items() if value is not None}
@@ -161,17 +162,17 @@ def sampling_arguments(
 
 
 def encode(pair: Pair, prompt: str | list[dict[str, str]]) -> BatchEncoding:
-    """The prompt as `generate` takes it, on the target's device: a plain text, or messages through the chat template.
+    """Encode a prompt for `generate`, on the target's device: plain text, or messages through the chat template.
 
     Raises:
-        UnsupportedOptionError: messages, but the tokenizer has no chat template.
+        UnsupportedOptionError: messages were given, but the tokenizer has no chat template.
     """
     tokenizer = pair.tokenizer
     if isinstance(prompt, str):
         return tokenizer(prompt, return_tensors="pt").to(pair.target.device)
     if not tokenizer.chat_template:
         raise UnsupportedOptionError(
-            "The target's tokenizer has no chat template: give a plain prompt instead of a chat."
+            "The target's tokenizer has no chat template: pass plain text instead of chat messages."
         )
     inputs = tokenizer.apply_chat_template(
         prompt, add_generation_prompt=True, return_tensors="pt", return_dict=True, **pair.chat_template_kwargs

@@ -1,6 +1,3 @@
-"""The version of hf_dflash.
-
-Owns: the one place where it is written. `setup.py`, the command line and the documentation read it here.
-"""
+"""The version of hf_dflash, also read by `pyproject.toml`, the command line and the documentation."""
 
 __version__ = "0.1.0"

@@ -1,8 +1,7 @@
-"""AWQ checkpoints made by hand: any model of transformers, its linear layers rounded to 4 bits.
+"""Hand-written AWQ checkpoints: any transformers model with its linear layers rounded to 4 bits.
 
-Owns: the GEMM storage of AWQ (`qweight`, `qzeros`, `scales`) and plain rounding to the nearest of 16 levels.
-
-Does not know: activations. Real AWQ chooses scales by looking at them, which changes which weights are stored, not how.
+The storage is AWQ's GEMM layout (`qweight`, `qzeros`, `scales`), with plain rounding to the nearest of 16 levels. Real
+AWQ chooses scales based on activations, which changes the stored weights but not their format.
 """
 
 import json
@@ -13,16 +12,16 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel
 
-#: Eight columns share an int32; four bits at place i (from the lowest) belong to column COLUMN_AT[i] of them.
+#: Eight columns share an int32. The four bits at place i (from the lowest) hold column COLUMN_AT[i] of them.
 COLUMN_AT = (0, 2, 4, 6, 1, 3, 5, 7)
 LEVELS = 16
 
 
 def pack(levels: torch.Tensor) -> torch.Tensor:
-    """`(rows, columns)` of 0..15 -> `(rows, columns / 8)` int32.
+    """Pack `(rows, columns)` of 0..15 into `(rows, columns / 8)` int32.
 
     Example:
-        columns 0..7 hold 0..7: from the lowest bits up, the places hold 0 2 4 6 1 3 5 7, that is 0x75316420.
+        columns 0..7 hold 0..7: from the lowest bits up, the places hold 0 2 4 6 1 3 5 7, which is 0x75316420.
     """
     octets = levels.to(torch.int64).unflatten(-1, (-1, 8))
     packed = sum(octets[..., column] << (4 * place) for place, column in enumerate(COLUMN_AT))
@@ -30,9 +29,11 @@ def pack(levels: torch.Tensor) -> torch.Tensor:
 
 
 def round_to_levels(weight: torch.Tensor, group_size: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """A linear layer's `(out, in)` weight -> levels `(in, out)`; zero points and scales `(in / group_size, out)`.
+    """Round a linear layer's weight `(out, in)`.
 
-    weight is about (level - zero point) * scale, each group of inputs having its own zero point and scale.
+    Returns:
+        levels `(in, out)`, and zero points and scales per group of inputs, `(in / group_size, out)`:
+        weight ~ (level - zero point) * scale.
     """
     groups = weight.float().t().unflatten(0, (-1, group_size))
     # A range without 0 would need a zero point outside 0..15.
@@ -46,27 +47,27 @@ def round_to_levels(weight: torch.Tensor, group_size: int) -> tuple[torch.Tensor
 def save_awq(
     model: PreTrainedModel, folder: Path, group_size: int = 32, keep: Sequence[str] = ("lm_head",)
 ) -> dict[str, torch.Tensor]:
-    """Write `model` as an AWQ checkpoint whose other weights are float16.
+    """Save `model` as an AWQ checkpoint, with all other weights in float16.
 
     Args:
-        model: is cast to float16 in passing.
-        folder: of the checkpoint.
-        group_size: inputs that share a scale; divides every layer's inputs.
-        keep: parts of module names that stay as they are.
+        model: cast to float16 in place.
+        folder: folder of the checkpoint.
+        group_size: number of inputs that share a scale; must divide every layer's input size.
+        keep: substrings of module names that are not quantized.
 
     Returns:
-        the weights `(out, in)` that the stored levels mean, in float32, by module name.
+        the dequantized weights `(out, in)` in float32, by module name.
     """
     model.half().save_pretrained(folder)
     weights = load_file(folder / "model.safetensors")
-    meant = {}
+    dequantized = {}
     for name, module in model.named_modules():
         if not isinstance(module, torch.nn.Linear) or any(part in name for part in keep):
             continue
         levels, zeros, scales = round_to_levels(weights.pop(f"{name}.weight"), group_size)
         weights |= {f"{name}.qweight": pack(levels), f"{name}.qzeros": pack(zeros), f"{name}.scales": scales}
         offsets = levels.unflatten(0, (-1, group_size)) - zeros[:, None]
-        meant[name] = (offsets * scales.float()[:, None]).flatten(0, 1).t().contiguous()
+        dequantized[name] = (offsets * scales.float()[:, None]).flatten(0, 1).t().contiguous()
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
     config = json.loads((folder / "config.json").read_text())
     config["quantization_config"] = {
@@ -78,4 +79,4 @@ def save_awq(
         "modules_to_not_convert": None,
     }
     (folder / "config.json").write_text(json.dumps(config, indent=2))
-    return meant
+    return dequantized

@@ -1,4 +1,4 @@
-"""Fixtures that several test files share."""
+"""Fixtures shared by several test files."""
 
 import io
 import sys
@@ -8,8 +8,8 @@ from typing import NamedTuple
 import pytest
 
 
-class Ended(NamedTuple):
-    """How a command ended."""
+class CommandResult(NamedTuple):
+    """Exit code and output of a command."""
 
     code: int
     out: str
@@ -18,7 +18,7 @@ class Ended(NamedTuple):
 
 @pytest.fixture(scope="session")
 def tiny_folders(tmp_path_factory):
-    """Folders of a tiny target, with tokenizer, and of a draft that pairs with it."""
+    """Folders of a tiny target with its tokenizer, and of a draft that matches it."""
     from tiny_pair import write_tiny_pair
 
     return write_tiny_pair(tmp_path_factory.mktemp("tiny_pair"))
@@ -26,24 +26,24 @@ def tiny_folders(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def smollm2():
-    """Folders of SmolLM2-135M-Instruct and of the shipped draft; for tests marked slow."""
+    """Folders of SmolLM2-135M-Instruct and the shipped draft; for tests marked slow."""
     from smollm2 import smollm2_folders
 
     return smollm2_folders()
 
 
 @pytest.fixture
-def run_cli(monkeypatch, capsys) -> Callable[..., Ended]:
+def run_cli(monkeypatch, capsys) -> Callable[..., CommandResult]:
     """Run `hf-dflash` in this process, as the console script does."""
 
-    def run(*arguments: str, stdin: str = "") -> Ended:
+    def run(*arguments: str, stdin: str = "") -> CommandResult:
         from hf_dflash_cli.app import main
 
         monkeypatch.setattr(sys, "argv", ["hf-dflash", *map(str, arguments)])
         monkeypatch.setattr(sys, "stdin", io.StringIO(stdin))
         capsys.readouterr()
-        with pytest.raises(SystemExit) as ended:
+        with pytest.raises(SystemExit) as exit_info:
             main()
-        return Ended(ended.value.code or 0, *capsys.readouterr())
+        return CommandResult(exit_info.value.code or 0, *capsys.readouterr())
 
     return run

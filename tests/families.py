@@ -1,11 +1,7 @@
 """Tiny, randomly initialized targets of many families, with varied greedy text.
 
-Owns: one configuration per family, the range of its initial weights, the cache kinds it exercises and the
-transformers version that has it. `FAMILIES[name].build(seed)` makes an fp32 model in evaluation mode in well under a
-second.
-
-Does not know: what is tested with them. `test_families.py` asserts that their greedy text is varied, since a target
-that repeats itself hides faults of a roll-back.
+`FAMILIES[name].build(seed)` builds an fp32 model in eval mode in well under a second. `test_families.py` asserts that
+the greedy text is varied, since a target that repeats itself hides rollback bugs.
 """
 
 import inspect
@@ -53,23 +49,23 @@ FULL_AND_SLIDING = ["sliding_attention", "full_attention"] * 2
 
 
 @torch.no_grad()
-def show_pictures(model: PreTrainedModel) -> None:
-    """Give Gemma 3's image projection weights: they start as zeros, which make all pictures alike."""
+def init_image_projection(model: PreTrainedModel) -> None:
+    """Initialize Gemma 3's image projection: it starts as zeros, which makes all images look the same."""
     torch.nn.init.normal_(model.model.multi_modal_projector.mm_input_projection_weight)
 
 
 @dataclass(frozen=True)
 class Family:
-    """A kind of target.
+    """A target family.
 
     Attributes:
         model_class: name of the transformers class.
         config_class: name of its configuration class.
-        config: its arguments, or a function that makes them.
+        config: its arguments, or a function that returns them.
         kinds: cache kinds of its layers: full, sliding, chunked, delta, conv, mamba, mamba2, kda, hybrid, shared.
-        initializer_range: spread of the initial weights, chosen so that greedy text is varied.
+        initializer_range: standard deviation of the initial weights, chosen so that greedy text is varied.
         since: the first transformers version that has the family.
-        adjust: what must be changed on the built model, see the functions.
+        adjust: applied to the built model.
     """
 
     model_class: str
@@ -82,7 +78,7 @@ class Family:
 
     @property
     def recurrent(self) -> bool:
-        """Whether a layer keeps a state, and not keys and values alone."""
+        """Whether any layer has a state other than keys and values."""
         return not {"full", "sliding", "chunked", "shared"} >= set(self.kinds)
 
     @property
@@ -91,11 +87,11 @@ class Family:
         return Version(transformers.__version__).release >= Version(self.since).release
 
     def build(self, seed: int = 0) -> PreTrainedModel:
-        """A fresh fp32 model in evaluation mode; the same seed gives the same weights."""
+        """Build a new fp32 model in eval mode; the same seed gives the same weights."""
         values = self.config() if callable(self.config) else dict(self.config)
         config = getattr(transformers, self.config_class)(**values)
-        for part in {id(c): c for c in (config, config.get_text_config(decoder=True))}.values():
-            part.initializer_range = self.initializer_range
+        for each in {id(c): c for c in (config, config.get_text_config(decoder=True))}.values():
+            each.initializer_range = self.initializer_range
         torch.manual_seed(seed)
         model = getattr(transformers, self.model_class)(config).to(torch.float32).eval()
         if self.adjust is not None:
@@ -189,7 +185,7 @@ DELTA = {
 }
 DELTA_MOE = dict(MOE, **DELTA, shared_expert_intermediate_size=48, num_experts=4)
 CONV = {"layer_types": ["conv", "conv", "full_attention", "conv"], "conv_L_cache": 3, "block_multiple_of": 8}
-#: Mamba-2 sizes under the names that Bamba, Falcon-H1 and Granite share. The chunk is shorter than the prompts.
+#: Mamba-2 sizes under the names that Bamba, Falcon-H1 and Granite share. Chunks are shorter than the prompts.
 MAMBA2 = {
     "mamba_n_heads": 8,
     "mamba_n_groups": 2,
@@ -297,7 +293,7 @@ RECURRENT_FAMILIES = {
     ),
 }
 
-#: Ids that image prompts of the multimodal families use.
+#: Ids used by image prompts of the multimodal families.
 IMAGE, BEGIN_IMAGE, END_IMAGE, VIDEO = 380, 381, 382, 379
 QWEN_VISION = {
     "depth": 2,
@@ -321,11 +317,11 @@ GEMMA_VISION = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers":
 
 
 def rope_in_sections(sections: list[int]) -> dict:
-    """Rotary positions of three axes, as multimodal Qwen models have them."""
+    """Three-axis rotary positions, as in multimodal Qwen models."""
     return {"rope_type": "default", "rope_theta": 1e4, "mrope_section": sections}
 
 
-#: Targets with a vision tower. They are built like the others but need image inputs of their own kind.
+#: Targets with a vision tower. They are built like the others but each needs its own image inputs.
 MULTIMODAL_FAMILIES = {
     "qwen3_5_vl": Family(
         "Qwen3_5ForConditionalGeneration",
@@ -361,7 +357,7 @@ MULTIMODAL_FAMILIES = {
             "tie_word_embeddings": False,
         },
         ("full", "sliding"),
-        adjust=show_pictures,
+        adjust=init_image_projection,
     ),
     "gemma4_vl": Family(
         "Gemma4ForConditionalGeneration",
@@ -394,12 +390,12 @@ FAMILIES: dict[str, Family] = {
 }
 
 
-def takes_the_cache(name: str) -> bool:
-    """Before transformers 5.24, Mamba models call their cache `cache_params`, and hf_dflash finds none."""
+def accepts_cache(name: str) -> bool:
+    """Before transformers 5.24, Mamba models call their cache `cache_params`, which hf_dflash does not use."""
     model_class = getattr(transformers, FAMILIES[name].model_class)
     return CACHE_KEYWORD in inspect.signature(model_class.forward).parameters
 
 
-#: Families that no draft can serve. Gemma 3n has several residual streams, so there is no tap.
-REFUSED = [name for name in FAMILIES if name == "gemma3n" or not takes_the_cache(name)]
+#: Families that cannot use a draft. Gemma 3n has several residual streams and cannot be tapped.
+REFUSED = [name for name in FAMILIES if name == "gemma3n" or not accepts_cache(name)]
 SERVED = [name for name in FAMILIES if name not in REFUSED]

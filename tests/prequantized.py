@@ -1,9 +1,6 @@
-"""Quantized checkpoints of other formats, made by hand: GPTQ, compressed-tensors, block-wise FP8, MXFP4.
+"""Hand-written quantized checkpoints: GPTQ, compressed-tensors, block-wise FP8 and MXFP4 (AWQ is in `awq.py`).
 
-Owns: how each stores a linear layer's weight `(out, in)`, rounded to the nearest level, and the entry of `config.json`
-that goes with it. AWQ has a file of its own.
-
-Does not know: what is tested with them.
+Linear weights `(out, in)` are rounded to the nearest level and stored in each format, with its `config.json` entry.
 """
 
 import json
@@ -19,19 +16,19 @@ BLOCK = 128
 FP8 = torch.float8_e4m3fn
 FP8_MAX = torch.finfo(FP8).max
 
-#: What a linear layer becomes: tensors by the name behind the module's.
+#: The tensors that a linear layer becomes, by their name after the module's.
 Stored = dict[str, torch.Tensor]
 
 
 def pack_eight(levels: torch.Tensor) -> torch.Tensor:
-    """`(rows, columns)` of 0..15 -> `(rows, columns / 8)` int32, the first column in the lowest bits."""
+    """Pack `(rows, columns)` of 0..15 into `(rows, columns / 8)` int32, first column in the lowest bits."""
     octets = levels.to(torch.int64).unflatten(-1, (-1, 8))
     packed = sum(octets[..., i] << (4 * i) for i in range(8))
     return torch.where(packed < 2**31, packed, packed - 2**32).to(torch.int32).contiguous()
 
 
 def symmetric(weight: torch.Tensor, group: int, top: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Levels `(out, in)` of -top-1..top and scales `(out, in / group)`."""
+    """Return levels `(out, in)` in -top-1..top and scales `(out, in / group)`."""
     groups = weight.float().unflatten(1, (-1, group))
     scales = groups.abs().amax(-1).clamp(min=1e-5) / top
     return (groups / scales[..., None]).round().clamp(-top - 1, top).flatten(1), scales
@@ -60,19 +57,19 @@ def packed_int4(weight: torch.Tensor) -> Stored:
 
 
 def channel_int8(weight: torch.Tensor) -> Stored:
-    """compressed-tensors W8A8: 8 bits, a scale per output."""
+    """compressed-tensors W8A8: 8 bits, one scale per output."""
     levels, scales = symmetric(weight, weight.shape[1], 127)
     return {"weight": levels.to(torch.int8), "weight_scale": scales.to(weight.dtype)}
 
 
 def channel_fp8(weight: torch.Tensor) -> Stored:
-    """compressed-tensors FP8: a scale per output."""
+    """compressed-tensors FP8: one scale per output."""
     scales = weight.float().abs().amax(1, keepdim=True).clamp(min=1e-5) / FP8_MAX
     return {"weight": (weight.float() / scales).to(FP8), "weight_scale": scales.to(weight.dtype)}
 
 
 def block_fp8(weight: torch.Tensor) -> Stored:
-    """Block-wise FP8: a scale per 128 x 128."""
+    """Block-wise FP8: one scale per 128 x 128 block."""
     blocks = weight.float().unflatten(0, (-1, BLOCK)).unflatten(2, (-1, BLOCK))
     scales = blocks.abs().amax((1, 3)).clamp(min=1e-5) / FP8_MAX
     levels = (blocks / scales[:, None, :, None]).to(FP8)
@@ -80,7 +77,7 @@ def block_fp8(weight: torch.Tensor) -> Stored:
 
 
 def compressed(kind: str, weights: dict, activations: dict | None = None) -> dict:
-    """The entry of compressed-tensors for every linear layer but the head."""
+    """Return the compressed-tensors config for every linear layer except the head."""
     return {
         "quant_method": "compressed-tensors",
         "format": kind,
@@ -98,7 +95,7 @@ def compressed(kind: str, weights: dict, activations: dict | None = None) -> dic
 
 INT8 = {"num_bits": 8, "type": "int"}
 FLOAT8 = {"num_bits": 8, "type": "float"}
-#: Format -> how a weight is stored, and the entry of config.json.
+#: Format -> how a weight is stored, and its entry in config.json.
 FORMATS: dict[str, tuple[Callable[[torch.Tensor], Stored], dict]] = {
     "gptq": (
         gptq,
@@ -132,36 +129,36 @@ FORMATS: dict[str, tuple[Callable[[torch.Tensor], Stored], dict]] = {
 
 
 def save_quantized(model: PreTrainedModel, folder: Path, kind: str) -> None:
-    """Write `model` with every linear layer but the head in one of the `FORMATS`."""
+    """Save `model` with every linear layer except the head in one of the `FORMATS`."""
     store, entry = FORMATS[kind]
     model.save_pretrained(folder)
     weights = load_file(folder / "model.safetensors")
     for name, module in model.named_modules():
         if isinstance(module, torch.nn.Linear) and name != "lm_head":
             weight = weights.pop(f"{name}.weight")
-            weights |= {f"{name}.{part}": tensor for part, tensor in store(weight).items()}
+            weights |= {f"{name}.{suffix}": tensor for suffix, tensor in store(weight).items()}
     _finish(folder, weights, entry)
 
 
-#: The 16 values of a 4-bit float, by its bits.
+#: The 16 values of a 4-bit float, indexed by its bits.
 FP4 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0])
 
 
 def mxfp4(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Experts `(experts, in, out)` -> blocks `(experts, out, in / 32, 16)` of two 4-bit floats a byte, and exponents
-    `(experts, out, in / 32)` of their common power of two, plus 127.
+    """Convert experts `(experts, in, out)` to blocks `(experts, out, in / 32, 16)` of two 4-bit floats per byte, and
+    exponents `(experts, out, in / 32)` of their shared power of two, plus 127.
     """
     groups = weight.float().transpose(1, 2).unflatten(-1, (-1, 32))
     exponents = (groups.abs().amax(-1).clamp(min=2.0**-20) / 6.0).log2().ceil()
     scaled = groups / 2.0 ** exponents[..., None]
     codes = (scaled[..., None] - FP4).abs().argmin(-1).to(torch.uint8)
-    # The first of two values stands in the lower half of its byte.
+    # The first of two values is in the lower half of its byte.
     blocks = codes[..., 0::2] | (codes[..., 1::2] << 4)
     return blocks.contiguous(), (exponents + 127).to(torch.uint8).contiguous()
 
 
 def save_mxfp4(model: PreTrainedModel, folder: Path) -> None:
-    """Write a gpt-oss model with its experts in MXFP4, as its published checkpoints are."""
+    """Save a gpt-oss model with its experts in MXFP4, like the published checkpoints."""
     model.save_pretrained(folder)
     weights = load_file(folder / "model.safetensors")
     for name in [name for name in weights if name.endswith(("experts.gate_up_proj", "experts.down_proj"))]:

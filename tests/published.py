@@ -1,8 +1,4 @@
-"""Tiny draft checkpoints in every published layout, made on the spot.
-
-Owns: the published `config.json` and tensor names of a draft that we hold in canonical form: the way back from what
-`hf_dflash.draft.layouts` reads. Does not know: how they are read.
-"""
+"""Writes tiny draft checkpoints in every published layout: the inverse of `hf_dflash.draft.layouts`."""
 
 import json
 from collections.abc import Callable
@@ -64,7 +60,7 @@ def z_lab_nested(config: DFlashConfig) -> dict[str, Any]:
 
 
 def dflash2(config: DFlashConfig) -> dict[str, Any]:
-    """Layout D: as B, with DFlash 2's keys, bidirectional, no dtype, no remote code."""
+    """Layout D: like B, with DFlash 2's keys, bidirectional, no dtype, no remote code."""
     raw = z_lab_nested(config)
     del raw["auto_map"]
     raw["dflash_config"] |= _pick(config, _VERSION_2)
@@ -72,7 +68,7 @@ def dflash2(config: DFlashConfig) -> dict[str, Any]:
 
 
 def modelopt(config: DFlashConfig) -> dict[str, Any]:
-    """Layout F: all layers listed as full, a flag makes them slide."""
+    """Layout F: all layers are listed as full, and a flag makes them slide."""
     raw = z_lab(config)
     raw["dflash_config"] |= {"use_swa": True, "swa_window_size": config.sliding_window, "causal": False}
     return {**raw, "layer_types": ["full_attention"] * config.num_hidden_layers}
@@ -122,11 +118,11 @@ def _muse_tensors(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 def _embedded_codebooks(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """As the authors' module saves itself: its codebooks are embeddings."""
+    """As the authors' module is saved: its codebooks are embeddings."""
     return {f"{name}.weight" if name.endswith("_codebook") else name: tensor for name, tensor in state.items()}
 
 
-# Layout -> (a draft that it can express, its config.json, its tensors).
+# Layout -> (a draft that it can represent, its config.json, its tensors).
 PUBLISHED: dict[str, tuple[Callable[[], DFlashDraftModel], Callable, Callable]] = {
     "z-lab": (lambda: tiny_draft(), z_lab, dict),
     "z-lab-nested": (lambda: tiny_draft(layer_types=["sliding_attention", "full_attention"]), z_lab_nested, dict),
@@ -151,12 +147,12 @@ def publish(
     shards: int = 1,
     dtype: torch.dtype = torch.bfloat16,
 ) -> DFlashDraftModel:
-    """Writes a tiny draft to a folder in one of the `PUBLISHED` layouts and returns it, in the dtype it is stored in.
+    """Write a tiny draft to a folder in one of the `PUBLISHED` layouts and return it in its stored dtype.
 
     Args:
-        draft: another draft than the layout's own example.
-        edit, edit_tensors: change the `config.json` and the tensors by published name before they are written.
-        shards: how many safetensors to spread the tensors over; with more than one, an index is written.
+        draft: a draft to write instead of the layout's example.
+        edit, edit_tensors: edit the `config.json` and the tensors by published name before they are written.
+        shards: number of safetensors files; with more than one, an index is written.
     """
     example, config_of, tensors_of = PUBLISHED[name]
     draft = (draft or example()).to(dtype) if dtype != torch.float16 else draft or example()
@@ -174,7 +170,7 @@ def publish(
     if shards == 1:
         save_file(tensors, folder / "model.safetensors")
         return draft
-    names = [f"model-{part + 1:05d}-of-{shards:05d}.safetensors" for part in range(shards)]
+    names = [f"model-{shard + 1:05d}-of-{shards:05d}.safetensors" for shard in range(shards)]
     files = {tensor: names[index % shards] for index, tensor in enumerate(sorted(tensors))}
     for file in names:
         save_file({tensor: tensors[tensor] for tensor in tensors if files[tensor] == file}, folder / file)

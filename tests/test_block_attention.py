@@ -1,4 +1,4 @@
-"""Attention of a verified block: the same values as transformers' function, no copy of the context, off outside
+"""Attention of a verified block: same values as transformers' function, no copy of the context, inactive outside
 blocks.
 """
 
@@ -15,7 +15,7 @@ from hf_dflash.target.block_attention import grouped_attention
 
 
 class Module:
-    """What transformers' function looks at in an attention module."""
+    """The attributes of an attention module that transformers' function uses."""
 
     is_causal = True
     training = False
@@ -46,29 +46,29 @@ def test_equal_to_transformers_function(groups, additive):
     query, key, value, mask = inputs(groups=groups)
     if additive:
         mask = torch.zeros(mask.shape).masked_fill(~mask, torch.finfo(torch.float32).min)
-    wanted = plain_attention(groups, query, key, value, mask, scaling=0.3)
-    got = grouped_attention(query, key, value, mask, scaling=0.3)
-    torch.testing.assert_close(got, wanted, rtol=1e-5, atol=1e-6)
+    expected = plain_attention(groups, query, key, value, mask, scaling=0.3)
+    result = grouped_attention(query, key, value, mask, scaling=0.3)
+    torch.testing.assert_close(result, expected, rtol=1e-5, atol=1e-6)
 
 
-def test_query_heads_in_another_order_are_told_apart():
-    """The control: with the heads shuffled the values differ."""
+def test_negative_control_shuffled_query_heads_differ():
+    """Shuffling the heads changes the values."""
     query, key, value, mask = inputs()
-    wanted = plain_attention(3, query, key, value, mask, scaling=0.3)
-    got = grouped_attention(query[:, [0, 2, 4, 1, 3, 5]], key, value, mask, scaling=0.3)
-    assert (got - wanted).abs().max() > 0.1
+    expected = plain_attention(3, query, key, value, mask, scaling=0.3)
+    result = grouped_attention(query[:, [0, 2, 4, 1, 3, 5]], key, value, mask, scaling=0.3)
+    assert (result - expected).abs().max() > 0.1
 
 
 @pytest.fixture
 def calls(monkeypatch):
-    """How often the stand-in served, by what it returned."""
-    served = []
+    """One entry per call of the grouped attention."""
+    calls = []
     grouped = block_attention.grouped_attention
-    monkeypatch.setattr(block_attention, "grouped_attention", lambda *a: (served.append(1), grouped(*a))[1])
-    return served
+    monkeypatch.setattr(block_attention, "grouped_attention", lambda *a: (calls.append(1), grouped(*a))[1])
+    return calls
 
 
-def test_it_serves_inside_a_block_only(calls):
+def test_it_is_only_active_inside_a_block(calls):
     query, key, value, mask = inputs()
     outside = plain_attention(3, query, key, value, mask)
     assert not calls
@@ -83,14 +83,14 @@ def test_it_serves_inside_a_block_only(calls):
     assert torch.equal(elsewhere[0], outside)
 
 
-def test_what_it_does_not_know_goes_to_transformers(calls):
+def test_unsupported_arguments_go_to_transformers(calls):
     query, key, value, mask = inputs()
     with block_attention.block_attention():
         plain_attention(3, query[:, :, :1], key, value, mask[:, :, :1])
         plain_attention(1, query[:, :2], key, value, mask)
         plain_attention(3, query, key, value, None)
         plain_attention(3, query, key, value, mask.expand(2, 6, 5, 37))
-        # Newer transformers refuse a soft-cap here, older ones ignore it; either way it is theirs to say.
+        # Newer transformers versions reject a softcap here, older ones ignore it; either way the call is passed on.
         with contextlib.suppress(ValueError):
             plain_attention(3, query, key, value, mask, softcap=30.0)
     assert not calls
@@ -108,7 +108,7 @@ def test_a_verify_forward_of_a_target_uses_it(calls):
     assert len(calls) == full_rounds * target.config.num_hidden_layers
 
 
-def test_installing_twice_stands_once():
+def test_installing_twice_wraps_once():
     before = AttentionInterface()["sdpa"]
     block_attention.install()
     assert AttentionInterface()["sdpa"] is before

@@ -1,4 +1,4 @@
-"""The growing buffer, and the draft's context on top of it, against plain concatenation."""
+"""The growing buffer, and the draft's context built on it, compared with plain concatenation."""
 
 import pytest
 import torch
@@ -9,45 +9,45 @@ from hf_dflash.target.cache.buffer import FIRST_CAPACITY, GrowingBuffer
 
 
 def entries(count: int, start: int) -> torch.Tensor:
-    """`(1, 1, count, 1)` with the numbers from `start` on."""
+    """Return `(1, 1, count, 1)` counting up from `start`."""
     return torch.arange(start, start + count, dtype=torch.float32).view(1, 1, -1, 1)
 
 
-def numbers(tensor: torch.Tensor) -> list[int]:
-    return [int(number) for number in tensor.flatten()]
+def as_list(tensor: torch.Tensor) -> list[int]:
+    return [int(value) for value in tensor.flatten()]
 
 
 class TestGrowingBuffer:
-    def test_reads_what_was_written_through_growth_and_drops(self):
+    def test_entries_survive_growth_and_drops(self):
         buffer, expected, written = GrowingBuffer(ceiling=5000), [], 0
         for count, dropped in [(3, 1), (300, 0), (16, 15), (700, 16), (1, 0), (16, 4)]:
             buffer.append(entries(count, written))
             buffer.drop_last(dropped)
             expected = (expected + list(range(written, written + count)))[: len(expected) + count - dropped]
             written += count
-            assert numbers(buffer.last(len(buffer))) == expected
+            assert as_list(buffer.last(len(buffer))) == expected
 
-    def test_keeps_what_it_is_told_to_keep_and_stays_small(self):
+    def test_keeps_the_requested_entries_and_stays_small(self):
         buffer = GrowingBuffer(ceiling=40)
         for start in range(0, 4000, 4):
             buffer.append(entries(4, start), keep=10)
-            wanted = list(range(max(0, start - 10), start + 4))
-            assert numbers(buffer.last(14)) == wanted
+            expected = list(range(max(0, start - 10), start + 4))
+            assert as_list(buffer.last(14)) == expected
         assert buffer.num_bytes() <= 4 * max(FIRST_CAPACITY, 40)
 
-    def test_a_long_reach_is_not_allocated_at_once(self):
+    def test_a_high_ceiling_is_not_allocated_up_front(self):
         buffer = GrowingBuffer(ceiling=100_000)
         buffer.append(entries(10, 0))
         assert buffer.num_bytes() == 4 * FIRST_CAPACITY
 
-    def test_capacity_stops_at_the_ceiling_and_goes_beyond_when_it_must(self):
+    def test_capacity_stops_at_the_ceiling_and_exceeds_it_if_needed(self):
         buffer = GrowingBuffer(ceiling=600)
         buffer.append(entries(500, 0))
         assert buffer.num_bytes() == 4 * 600
         buffer.append(entries(200, 500))
-        assert numbers(buffer.last(700)) == list(range(700))
+        assert as_list(buffer.last(700)) == list(range(700))
 
-    def test_appending_does_not_move_what_is_there(self):
+    def test_appending_does_not_move_existing_entries(self):
         buffer = GrowingBuffer(ceiling=1000)
         buffer.append(entries(100, 0))
         address = buffer.last(100).data_ptr()
@@ -59,20 +59,20 @@ class TestGrowingBuffer:
 
 class TestDraftContextCache:
     def run(self, windows, rounds):
-        """Feed rounds of (new context, block) and compare with concatenation; the block is dropped each time."""
+        """Feed rounds of (new context, block), drop each block afterwards, and compare with concatenation."""
         cache = DraftContextCache(windows, max_length=400, block_size=8)
         context: list[int] = []
         for new, block in rounds:
             start = len(context)
             fed = entries(new + block, start)
             context += range(start, start + new)
-            everything = [*context, *range(len(context), len(context) + block)]
+            all_entries = [*context, *range(len(context), len(context) + block)]
             for layer, window in enumerate(windows):
                 keys, values = cache.update(fed, fed + 0.5, layer)
-                seen = everything if window is None else everything[-(window - 1 + new + block) :]
-                assert numbers(keys) == seen
+                expected = all_entries if window is None else all_entries[-(window - 1 + new + block) :]
+                assert as_list(keys) == expected
                 assert torch.equal(values, keys + 0.5)
-            assert cache.get_seq_length() == len(everything)
+            assert cache.get_seq_length() == len(all_entries)
             cache.crop(-block)
             assert cache.get_seq_length() == len(context)
         return cache
@@ -87,12 +87,12 @@ class TestDraftContextCache:
         windowed = self.run([6], [(1, 8)] * 300)
         assert windowed.num_bytes() <= 2 * 4 * FIRST_CAPACITY
 
-    def test_cropping_what_is_gone_is_refused(self):
+    def test_cropping_past_the_stored_entries_is_refused(self):
         cache = self.run([6], [(2, 8)] * 100)
         with pytest.raises(UnsupportedOptionError, match="cannot be dropped from layer 0"):
             cache.crop(-190)
 
-    def test_cropping_more_than_there_is_is_refused_and_changes_nothing(self):
+    def test_cropping_more_than_was_read_is_refused_and_changes_nothing(self):
         cache = DraftContextCache([None], max_length=10, block_size=4)
         cache.update(entries(3, 0), entries(3, 0), 0)
         with pytest.raises(UnsupportedOptionError, match="has read 3"):

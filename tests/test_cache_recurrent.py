@@ -1,4 +1,4 @@
-"""Replaying recurrent states: the closed forms against the recurrences, ragged rows, trust, the fallback."""
+"""Replay of recurrent states: closed forms compared with the recurrences, ragged rows, trust, the fallback."""
 
 import threading
 
@@ -30,7 +30,7 @@ def seeded():
 
 
 def delta_step(state, key, value, log_decay, beta):
-    """One token of the delta rule, as its definition says."""
+    """One token of the delta rule, by its definition."""
     state = state * log_decay.exp().unsqueeze(-1)
     recalled = torch.einsum("bhkv,bhk->bhv", state, key)
     return state + torch.einsum("bhk,bhv->bhkv", key, beta * (value - recalled))
@@ -39,7 +39,7 @@ def delta_step(state, key, value, log_decay, beta):
 @pytest.mark.parametrize("channels", [1, KEY])
 @pytest.mark.parametrize("strength", [0.1, 30.0])
 def test_the_delta_rule_in_closed_form_equals_its_steps(channels, strength):
-    """Also where the decay is so strong that nothing of the old state is left."""
+    """Even if the decay is so strong that nothing of the old state is left."""
     states = [torch.randn(BATCH, HEADS, KEY, VALUE) for _ in range(LAYERS)]
     keys = nn.functional.normalize(torch.randn(LAYERS, BATCH, HEADS, TOKENS, KEY), dim=-1)
     values = torch.randn(LAYERS, BATCH, HEADS, TOKENS, VALUE)
@@ -49,11 +49,11 @@ def test_the_delta_rule_in_closed_form_equals_its_steps(channels, strength):
     advance_delta_states(states, keys, values, log_decay, beta, results)
     for layer, state in enumerate(states):
         for token in range(TOKENS):
-            state = delta_step(state, *(part[layer, :, :, token] for part in (keys, values, log_decay, beta)))
+            state = delta_step(state, *(tensor[layer, :, :, token] for tensor in (keys, values, log_decay, beta)))
         assert torch.allclose(results[layer], state, atol=1e-5)
 
 
-def test_a_token_without_decay_and_strength_leaves_the_state():
+def test_a_token_without_decay_and_strength_leaves_the_state_unchanged():
     states, results = [torch.randn(1, HEADS, KEY, VALUE)], [torch.empty(1, HEADS, KEY, VALUE)]
     keys = nn.functional.normalize(torch.randn(1, 1, HEADS, 3, KEY), dim=-1)
     zeros = torch.zeros(1, 1, HEADS, 3, 1)
@@ -69,10 +69,10 @@ def test_the_state_space_in_closed_form_equals_its_steps():
     log_decay = -torch.rand(LAYERS, BATCH, TOKENS, HEADS)
     results = [torch.empty_like(state) for state in states]
     advance_state_spaces(states, inputs, directions, log_decay, results)
-    of_heads = directions.repeat_interleave(HEADS // groups, dim=3)
+    per_head = directions.repeat_interleave(HEADS // groups, dim=3)
     for layer, state in enumerate(states):
         for token in range(TOKENS):
-            arriving = torch.einsum("bhp,bhn->bhpn", inputs[layer, :, token], of_heads[layer, :, token])
+            arriving = torch.einsum("bhp,bhn->bhpn", inputs[layer, :, token], per_head[layer, :, token])
             state = state * log_decay[layer, :, token].exp()[..., None, None] + arriving
         assert torch.allclose(results[layer], state, atol=1e-5)
 
@@ -98,7 +98,7 @@ class TestConvolution:
 
 
 def commit_once(model, prompts, blocks, kept, commit=None):
-    """Prefill, read one block and commit; return the `TargetCache` and its recurrent layers, still entered."""
+    """Prefill, read one block and commit; return the still entered `TargetCache` and its recurrent layers."""
     cache = DynamicCache(config=model.config)
     target_cache = TargetCache(cache, model, max_length=64, block_size=blocks.shape[1]).__enter__()
     forward(model, prompts, cache)
@@ -112,7 +112,7 @@ def commit_once(model, prompts, blocks, kept, commit=None):
 
 @pytest.mark.parametrize("name", ["qwen3_5", "mamba2"])
 def test_each_row_keeps_its_own_number_of_tokens(name):
-    """Attention layers cannot do that yet, so the recurrent layers are committed alone."""
+    """Attention layers cannot do that yet, so only the recurrent layers are committed."""
     model = FAMILIES[name].build(0)
     prompts, blocks, kept = torch.randint(5, 300, (3, 7)), torch.randint(5, 300, (3, 6)), [2, 6, 1]
     target_cache, layers = commit_once(model, prompts, blocks, None, commit="no")
@@ -143,16 +143,16 @@ class TestReplayAndFallback:
         target_cache.__exit__(None, None, None)
         assert called == []
 
-    def test_the_mixer_run_again_gives_the_same(self, name, monkeypatch):
+    def test_running_the_mixer_again_gives_the_same_logits(self, name, monkeypatch):
         model = FAMILIES[name].build(0)
         text, logits = decode_plainly(model, PROMPT, 20)
         monkeypatch.setattr(replay_group, "REPLAYS", ())
         calls = []
         handle = TestReplayAndFallback.mixer_of(model).register_forward_pre_hook(lambda *_: calls.append(1))
-        seen, _ = read_in_blocks(model, text, PROMPT.shape[1], 8, cycle([3, 1, 8, 5]))
+        outputs, _ = read_in_blocks(model, text, PROMPT.shape[1], 8, cycle([3, 1, 8, 5]))
         handle.remove()
-        assert (seen - logits).abs().max() < CLOSE
-        # One call in each forward; one more for each of the rounds that reject something (all but the full ones).
+        assert (outputs - logits).abs().max() < CLOSE
+        # One call per forward, plus one per round that rejects something (all but the full ones).
         assert len(calls) > 7
 
     @staticmethod
@@ -160,41 +160,41 @@ class TestReplayAndFallback:
         return next(m for m in model.modules() if any(isinstance(child, nn.Conv1d) for child in m.children()))
 
 
-def test_a_replay_that_is_not_the_layers_own_formula_is_not_trusted(monkeypatch):
-    """OLMo-Hybrid doubles its write strength. Where a layer does not, such a replay is off: the mixer runs again."""
+def test_a_replay_with_the_wrong_formula_is_not_trusted(monkeypatch):
+    """OLMo-Hybrid doubles its write strength. For other layers that replay is wrong, so the mixer runs again."""
     model = FAMILIES["qwen3_5"].build(0)
     text, logits = decode_plainly(model, PROMPT, 20)
-    built = DeltaReplay.__init__
+    original_init = DeltaReplay.__init__
 
     def wrong(self, mixers):
-        built(self, mixers)
+        original_init(self, mixers)
         self._largest_beta = 2.0
 
     monkeypatch.setattr(DeltaReplay, "__init__", wrong)
-    seen, _ = read_in_blocks(model, text, PROMPT.shape[1], 8, cycle([3, 1, 8, 5]))
-    assert (seen - logits).abs().max() < CLOSE
+    outputs, _ = read_in_blocks(model, text, PROMPT.shape[1], 8, cycle([3, 1, 8, 5]))
+    assert (outputs - logits).abs().max() < CLOSE
 
 
-def test_a_wrong_replay_that_is_trusted_blindly_is_seen(monkeypatch):
-    """The counterpart: with the comparison switched off, the same fault changes the logits."""
+def test_negative_control_trusting_a_wrong_replay_changes_the_logits(monkeypatch):
+    """The same fault shows once the comparison is switched off."""
     model = FAMILIES["qwen3_5"].build(0)
     text, logits = decode_plainly(model, PROMPT, 20)
-    built = DeltaReplay.__init__
+    original_init = DeltaReplay.__init__
 
     def wrong(self, mixers):
-        built(self, mixers)
+        original_init(self, mixers)
         self._largest_beta = 2.0
 
     monkeypatch.setattr(DeltaReplay, "__init__", wrong)
     monkeypatch.setattr(replay_group, "TRUSTED_ERROR", float("inf"))
-    seen, _ = read_in_blocks(model, text, PROMPT.shape[1], 8, cycle([3, 1, 8, 5]))
-    assert (seen - logits).abs().max() > 1.0
+    outputs, _ = read_in_blocks(model, text, PROMPT.shape[1], 8, cycle([3, 1, 8, 5]))
+    assert (outputs - logits).abs().max() > 1.0
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("name", ["qwen3_5", "bamba"])
-def test_states_stay_in_the_precision_of_the_model(name, dtype):
-    """And the replay is trusted in half precision as well."""
+def test_states_keep_the_dtype_of_the_model(name, dtype):
+    """The replay is trusted in half precision as well."""
     model = FAMILIES[name].build(0).to(dtype)
     plain = DynamicCache(config=model.config)
     forward(model, PROMPT, plain)
@@ -202,9 +202,9 @@ def test_states_stay_in_the_precision_of_the_model(name, dtype):
     assert all(group._is_trusted for group in target_cache._replay_groups)
     cache = target_cache.cache
     target_cache.__exit__(None, None, None)
-    for layer, wanted in zip(cache.layers, plain.layers, strict=True):
+    for layer, expected in zip(cache.layers, plain.layers, strict=True):
         for states in ("conv_states", "recurrent_states"):
-            for index, state in getattr(wanted, states, {}).items():
+            for index, state in getattr(expected, states, {}).items():
                 assert getattr(layer, states)[index].dtype == state.dtype
 
 
@@ -216,36 +216,36 @@ class TestOutputRecorder:
         module(torch.randn(1, 9, 4))
         assert recorder.take() is None
 
-    def test_an_output_is_handed_over_once_and_hooks_go(self):
+    def test_an_output_is_returned_once_and_hooks_are_removed(self):
         modules = [nn.Linear(4, 4), nn.Linear(4, 2)]
         recorder = OutputRecorder(modules, longest=8)
         inputs = torch.randn(1, 3, 4)
-        wanted = [module(inputs) for module in modules]
-        assert all(torch.equal(a, b) for a, b in zip(recorder.take(), wanted, strict=True))
+        expected = [module(inputs) for module in modules]
+        assert all(torch.equal(a, b) for a, b in zip(recorder.take(), expected, strict=True))
         assert recorder.take() is None
         recorder.remove()
         assert not modules[0]._forward_hooks
 
-    def test_layers_without_understood_attributes_have_no_replay(self):
-        assert not DeltaReplay.understands(nn.Linear(2, 2))
-        assert not StateSpaceReplay.understands(nn.Linear(2, 2))
+    def test_layers_without_the_expected_attributes_have_no_replay(self):
+        assert not DeltaReplay.supports(nn.Linear(2, 2))
+        assert not StateSpaceReplay.supports(nn.Linear(2, 2))
 
 
 @pytest.mark.parametrize("name", ["qwen3_5", "bamba", "lfm2", "llama"])
-def test_weights_that_accelerate_keeps_elsewhere(name):
-    """They are on the meta device between forwards, so nothing can be replayed: the mixer runs again."""
+def test_offloaded_weights(name):
+    """They are on the meta device between forwards, so nothing can be replayed and the mixer runs again."""
     accelerate = pytest.importorskip("accelerate")
     model = FAMILIES[name].build(0)
     text, logits = decode_plainly(model, PROMPT, 20)
     model = accelerate.cpu_offload(model, execution_device=torch.device("cpu"))
     assert all(parameter.is_meta for parameter in model.parameters())
-    seen, _ = read_in_blocks(model, text, PROMPT.shape[1], 8, cycle([3, 1, 8, 5]))
-    assert (seen - logits).abs().max() < CLOSE
+    outputs, _ = read_in_blocks(model, text, PROMPT.shape[1], 8, cycle([3, 1, 8, 5]))
+    assert (outputs - logits).abs().max() < CLOSE
 
 
 @pytest.mark.parametrize("name", ["qwen3_5", "bamba", "lfm2"])
-def test_inference_mode_and_a_turn_outside_of_it(name):
-    """Tensors of inference mode must not be written outside of it; the second turn adopts them all the same."""
+def test_inference_mode_then_a_turn_outside_of_it(name):
+    """Inference-mode tensors must not be written outside of it, but the second turn can still continue from them."""
     model = FAMILIES[name].build(0)
     text, logits = decode_plainly(model, PROMPT, 20)
     with torch.inference_mode():
@@ -253,16 +253,16 @@ def test_inference_mode_and_a_turn_outside_of_it(name):
     with torch.no_grad(), TargetCache(cache, model, max_length=60, block_size=8) as target_cache:
         target_cache.begin_block()
         block = torch.cat([text[:, 19:22], torch.full((1, 5), 7)], dim=1)
-        seen = forward(model, block, cache)[0, :3]
+        outputs = forward(model, block, cache)[0, :3]
         target_cache.commit(torch.tensor([3]), 8)
         target_cache.begin_block()
         more = forward(model, text[:, 22:26], cache)[0]
         target_cache.commit(torch.tensor([4]), 4)
-    assert (torch.cat([seen, more]) - logits[9:16]).abs().max() < CLOSE
+    assert (torch.cat([outputs, more]) - logits[9:16]).abs().max() < CLOSE
 
 
 class TestReading:
-    """Mixers whose own forward over several tokens is not their forward over one at a time."""
+    """Mixers whose forward over several tokens differs from one token at a time."""
 
     @pytest.mark.parametrize(
         ("name", "reading"),
@@ -277,16 +277,16 @@ class TestReading:
         ],
     )
     def test_how_each_family_must_read_a_block(self, name, reading):
-        found = mixers_by_layer(FAMILIES[name].build(0))
-        assert found and {each for _, each in found.values()} == {reading}
+        readings = mixers_by_layer(FAMILIES[name].build(0))
+        assert readings and {value for _, value in readings.values()} == {reading}
 
     @pytest.mark.parametrize("name", ["mamba", "jamba", "nemotron_h", "zamba2"])
-    def test_their_own_forward_would_be_wrong(self, name, monkeypatch):
-        """The negative control: read together, as the others are, the same text has other logits."""
+    def test_negative_control_their_own_forward_is_wrong(self, name, monkeypatch):
+        """Read together, as other mixers are, the same text gives different logits."""
         model = FAMILIES[name].build(0)
         text, logits = decode_plainly(model, PROMPT, 20)
         plain, _ = read_in_blocks(model, text, PROMPT.shape[1], 8, cycle([3, 1, 8, 5]))
-        monkeypatch.setattr(mixers, "_reading_of", lambda alike, model: Reading.TOGETHER)
+        monkeypatch.setattr(mixers, "_reading_of", lambda mixers, model: Reading.TOGETHER)
         wrong, _ = read_in_blocks(model, text, PROMPT.shape[1], 8, cycle([3, 1, 8, 5]))
         assert (plain - logits).abs().max() < CLOSE
         assert (wrong - logits).abs().max() > CLOSE
@@ -308,19 +308,19 @@ class TestReading:
         for number, (_, logits) in enumerate(texts):
             assert (results[number] - logits).abs().max() < CLOSE
 
-    def test_rows_return_to_their_own_step(self):
+    def test_each_row_returns_to_its_own_step(self):
         model = FAMILIES["mamba"].build(0)
         prompts, blocks, kept = torch.randint(5, 300, (3, 7)), torch.randint(5, 300, (3, 6)), [2, 6, 1]
         target_cache, layers = commit_once(model, prompts, blocks, torch.tensor(kept))
         for row, count in enumerate(kept):
             alone, its_layers = commit_once(model, prompts[row, None], blocks[row, None], torch.tensor([count]))
             for layer, single in zip(layers, its_layers, strict=True):
-                own, wanted = layer.recurrent_states[0][row], single.recurrent_states[0][0]
-                assert (own - wanted).abs().max() < 1e-4 * wanted.abs().max()
+                own, expected = layer.recurrent_states[0][row], single.recurrent_states[0][0]
+                assert (own - expected).abs().max() < 1e-4 * expected.abs().max()
             alone.__exit__(None, None, None)
         target_cache.__exit__(None, None, None)
 
-    def test_the_clamp_stays_on_the_model(self):
+    def test_the_models_clamp_is_unchanged(self):
         model = FAMILIES["nemotron_h"].build(0)
         limits = [mixer.time_step_limit for mixer, _ in mixers_by_layer(model).values()]
         text, _ = decode_plainly(model, PROMPT, 12)
@@ -329,5 +329,5 @@ class TestReading:
         assert limits[0][0] > 0
 
     @pytest.mark.parametrize("name", ["nemotron_h", "jamba"])
-    def test_with_weights_that_accelerate_keeps_elsewhere(self, name):
-        test_weights_that_accelerate_keeps_elsewhere(name)
+    def test_with_offloaded_weights(self, name):
+        test_offloaded_weights(name)

@@ -1,4 +1,4 @@
-"""Entering and leaving a target's cache: whose objects are there, what state they hold, what is refused."""
+"""Entering and leaving a `TargetCache`: which layer objects it holds, their state, and what is refused."""
 
 import threading
 
@@ -16,7 +16,7 @@ from hf_dflash.target.cache.sliding import SlidingAttentionLayer
 
 PROMPT = torch.arange(20, 31)[None]
 KINDS = ["llama", "mistral", "gemma3", "gemma4", "qwen3_5", "lfm2", "falcon_h1", "kimi_linear", "mamba2"]
-#: Rounding of fp32, amplified by random weights; a state of another position differs by its own size, 1 to 20.
+#: fp32 rounding, amplified by random weights. A state of another position differs by its own magnitude, 1 to 20.
 CLOSE = 2e-3
 
 
@@ -40,15 +40,15 @@ def hooks_of(model) -> int:
 
 
 @pytest.mark.parametrize("name", KINDS)
-class TestHandingBack:
-    def test_the_callers_objects_return_and_plain_decoding_goes_on(self, models, name):
+class TestRestoring:
+    def test_plain_decoding_continues_on_the_restored_cache(self, models, name):
         model = models[name]
         text, logits = decode_plainly(model, PROMPT, 24)
         _, cache = read_in_blocks(model, text[:, :24], PROMPT.shape[1], 8, cycle([3, 8, 1]))
-        seen = forward(model, text[:, 23:24], cache)[:, -1]
-        assert (seen - logits[24 - PROMPT.shape[1]]).abs().max() < CLOSE * 5
+        outputs = forward(model, text[:, 23:24], cache)[:, -1]
+        assert (outputs - logits[24 - PROMPT.shape[1]]).abs().max() < CLOSE * 5
 
-    def test_the_same_layer_objects_in_the_same_list(self, models, name):
+    def test_the_same_layer_objects_are_in_the_same_list(self, models, name):
         model = models[name]
         cache = DynamicCache(config=model.config)
         layers, members = cache.layers, list(cache.layers)
@@ -66,9 +66,9 @@ class TestHandingBack:
         with TargetCache(cache, model, max_length=60, block_size=8) as target_cache:
             target_cache.begin_block()
             block = torch.cat([text[:, 11:14], torch.full((1, 5), 7)], dim=1)
-            seen = forward(model, block, cache)[0, :3]
+            outputs = forward(model, block, cache)[0, :3]
             target_cache.commit(torch.tensor([3]), 8)
-        assert (seen - logits[1:4]).abs().max() < CLOSE * 5
+        assert (outputs - logits[1:4]).abs().max() < CLOSE * 5
         assert all(torch.equal(a, b) for a, b in zip(tensors, copies, strict=True))
         assert_same_states(cache, plain_cache(model, text[:, :14]))
 
@@ -84,7 +84,7 @@ class TestHandingBack:
         assert_same_states(cache, plain_cache(model, PROMPT))
         assert hooks_of(model) == 0
 
-    def test_an_exception_within_a_forward_leaves_the_last_committed_state(self, models, name):
+    def test_an_exception_inside_a_forward_leaves_the_last_committed_state(self, models, name):
         model = models[name]
         cache = DynamicCache(config=model.config)
         with pytest.raises(ZeroDivisionError), TargetCache(cache, model, max_length=60, block_size=8) as target_cache:
@@ -93,14 +93,14 @@ class TestHandingBack:
             self.fail_in_a_forward(model, torch.arange(7, 15)[None], cache)
         assert_same_states(cache, plain_cache(model, PROMPT))
 
-    def test_a_prompt_that_fails_half_way_leaves_the_cache_as_it_came(self, models, name):
+    def test_a_prompt_that_fails_midway_leaves_the_cache_unchanged(self, models, name):
         model = models[name]
         cache = plain_cache(model, PROMPT)
         with pytest.raises(ZeroDivisionError), TargetCache(cache, model, max_length=60, block_size=4):
             self.fail_in_a_forward(model, torch.arange(7, 47)[None], cache)
         assert_same_states(cache, plain_cache(model, PROMPT))
 
-    def test_a_first_prompt_that_fails_half_way_leaves_an_empty_cache(self, models, name):
+    def test_a_first_prompt_that_fails_midway_leaves_an_empty_cache(self, models, name):
         model = models[name]
         cache = DynamicCache(config=model.config)
         with pytest.raises(ZeroDivisionError), TargetCache(cache, model, max_length=60, block_size=4):
@@ -108,7 +108,7 @@ class TestHandingBack:
         forward(model, PROMPT, cache)
         assert_same_states(cache, plain_cache(model, PROMPT))
 
-    def test_a_commit_that_is_interrupted_is_finished(self, models, name):
+    def test_an_interrupted_commit_is_completed(self, models, name):
         model = models[name]
         text, _ = decode_plainly(model, PROMPT, 8)
         cache = DynamicCache(config=model.config)
@@ -125,7 +125,7 @@ class TestHandingBack:
         assert_same_states(cache, plain_cache(model, text[:, :14]))
 
     def fail_in_a_forward(self, model, ids, cache) -> None:
-        """A forward of which the third layer raises, when two have read the tokens."""
+        """Run a forward whose third layer raises, after two layers have read the tokens."""
         stop = model.get_decoder().layers[2].register_forward_pre_hook(self.fail)
         try:
             forward(model, ids, cache)
@@ -142,19 +142,19 @@ class TestHandingBack:
 
 
 class TestLazyCaches:
-    def test_a_cache_without_config_is_filled_and_keeps_its_way_of_growing(self, models):
+    def test_a_cache_without_config_is_filled_and_stays_lazy(self, models):
         model = models["gemma3"]
         cache = DynamicCache()
         with TargetCache(cache, model, max_length=60, block_size=8) as target_cache:
-            seen = forward(model, PROMPT, cache)
+            outputs = forward(model, PROMPT, cache)
             target_cache.begin_block()
             forward(model, torch.full((1, 8), 9), cache)
             target_cache.commit(torch.tensor([2]), 8)
         assert [type(layer) for layer in cache.layers] == [DynamicLayer] * 4
         assert cache.get_seq_length() == PROMPT.shape[1] + 2
-        assert torch.allclose(seen, forward(model, PROMPT, DynamicCache()), atol=1e-4)
+        assert torch.allclose(outputs, forward(model, PROMPT, DynamicCache()), atol=1e-4)
 
-    def test_no_layer_stays_behind_that_the_model_never_wrote(self, models):
+    def test_no_layer_remains_that_the_model_never_wrote(self, models):
         cache = DynamicCache()
         with TargetCache(cache, models["gemma4"], max_length=60, block_size=8):
             pass
@@ -165,8 +165,8 @@ class TestLazyCaches:
             TargetCache(DynamicCache(), models["qwen3_5"], max_length=60, block_size=8)
 
 
-class OwnLayer(DynamicLayer):
-    """A layer kind that nobody knows."""
+class UnknownLayer(DynamicLayer):
+    """An unknown layer kind."""
 
 
 class TestRefusals:
@@ -186,8 +186,8 @@ class TestRefusals:
         with pytest.raises(UnsupportedOptionError, match="EncoderDecoderCache"):
             TargetCache(cache, models["llama"], max_length=60, block_size=8)
 
-    @pytest.mark.parametrize("layer", [OwnLayer(), DynamicIndexedLayer()])
-    def test_an_unknown_layer_is_named_with_its_place(self, models, layer):
+    @pytest.mark.parametrize("layer", [UnknownLayer(), DynamicIndexedLayer()])
+    def test_an_unknown_layer_is_named_with_its_index(self, models, layer):
         cache = DynamicCache(config=models["llama"].config)
         cache.layers[2] = layer
         with pytest.raises(UnsupportedTargetError, match=f"Layer 2 .* is a {type(layer).__name__}"):
@@ -202,10 +202,10 @@ class TestRefusals:
     def test_a_recurrent_layer_whose_module_is_not_found(self, models):
         model = FAMILIES["qwen3_5"].build(0)
         model.model.layers[1].linear_attn.layer_idx = None
-        with pytest.raises(UnsupportedTargetError, match="Layer 1 .* no module of the target was found"):
+        with pytest.raises(UnsupportedTargetError, match="Layer 1 .* has no module that was recognized as its owner"):
             TargetCache(DynamicCache(config=model.config), model, max_length=60, block_size=8)
 
-    def test_the_checks_leave_the_random_state_alone(self, models):
+    def test_the_checks_do_not_change_the_random_state(self, models):
         before = torch.get_rng_state()
         TargetCache(DynamicCache(config=models["qwen3_5"].config), models["qwen3_5"], max_length=60, block_size=8)
         assert torch.equal(before, torch.get_rng_state())
@@ -215,7 +215,7 @@ class TestRefusals:
         cache = DynamicCache(config=models["llama"].config)
         with TargetCache(cache, models["llama"], max_length=60, block_size=8) as target_cache:
             forward(models["llama"], PROMPT.expand(len(kept), -1), cache)
-            with pytest.raises(UnsupportedOptionError, match="must lie in 1..8"):
+            with pytest.raises(UnsupportedOptionError, match="must be in 1..8"):
                 target_cache.commit(torch.tensor(kept), 8)
 
     def test_rows_of_different_lengths_in_an_attention_layer(self, models):
@@ -235,22 +235,22 @@ class TestSlidingLayers:
     def test_returns_what_the_original_returns(self, window):
         reference = DynamicSlidingWindowLayer(sliding_window=window) if window > 1 else None
         layer = SlidingAttentionLayer(DynamicSlidingWindowLayer(sliding_window=window), LayerPlan(900, 8, None, None))
-        everything: list[int] = []
+        all_entries: list[int] = []
         for new in [3, 1, 30, 8, 8, 1, 5, 100, 8, 2] + [8] * 40:
-            fed = torch.arange(len(everything), len(everything) + new, dtype=torch.float32).view(1, 1, -1, 1)
-            everything += range(len(everything), len(everything) + new)
+            fed = torch.arange(len(all_entries), len(all_entries) + new, dtype=torch.float32).view(1, 1, -1, 1)
+            all_entries += range(len(all_entries), len(all_entries) + new)
             assert reference is None or layer.get_mask_sizes(new) == reference.get_mask_sizes(new)
             keys, values = layer.update(fed, -fed)
-            assert [int(number) for number in keys.flatten()] == everything[-(window - 1 + new) :]
+            assert [int(value) for value in keys.flatten()] == all_entries[-(window - 1 + new) :]
             assert torch.equal(values, -keys)
             if reference is not None:
                 assert torch.equal(keys, reference.update(fed, -fed)[0])
                 assert torch.equal(layer.keys, reference.keys)
             layer.begin_block()
-            # A block that is given up wholly leaves no trace.
+            # A block that is rolled back entirely leaves no trace.
             layer.update(torch.full((1, 1, 8, 1), -1.0), torch.full((1, 1, 8, 1), -1.0))
             layer.roll_back()
-            assert layer.get_seq_length() == len(everything)
+            assert layer.get_seq_length() == len(all_entries)
 
 
 def test_two_threads_on_one_model_do_not_disturb_each_other(models):
@@ -260,7 +260,7 @@ def test_two_threads_on_one_model_do_not_disturb_each_other(models):
     results: dict[int, torch.Tensor] = {}
 
     def run(number: int) -> None:
-        # Different blocks and patterns, so the threads enter and leave in any order.
+        # Different block sizes and patterns, so the threads enter and leave in any order.
         text, _ = texts[number]
         results[number], _ = read_in_blocks(model, text, 11, 4 + number, cycle([1 + number, 2]))
 
@@ -281,17 +281,17 @@ def test_interleaved_generations_in_one_thread_leave_in_any_order(models):
     first = TargetCache(caches[0], model, max_length=60, block_size=4)
     second = TargetCache(caches[1], model, max_length=60, block_size=4)
     first.__enter__(), second.__enter__()
-    seen: dict[int, list[torch.Tensor]] = {0: [], 1: []}
+    outputs: dict[int, list[torch.Tensor]] = {0: [], 1: []}
     forward(model, PROMPT, caches[0]), forward(model, PROMPT + 40, caches[1])
     for position in range(11, 19, 2):
         for number, (owner, text) in enumerate(((first, one), (second, two))):
             owner.begin_block()
             block = torch.cat([text[:, position : position + 2], torch.full((1, 2), 5)], dim=1)
-            seen[number].append(forward(model, block, caches[number])[0, :2])
+            outputs[number].append(forward(model, block, caches[number])[0, :2])
             owner.commit(torch.tensor([2]), 4)
     first.__exit__(None, None, None)
     assert hooks_of(model) > 0
     second.__exit__(None, None, None)
     assert hooks_of(model) == 0
-    assert (torch.cat(seen[0]) - logits[1:9]).abs().max() < CLOSE * 5
-    assert (torch.cat(seen[1]) - others[1:9]).abs().max() < CLOSE * 5
+    assert (torch.cat(outputs[0]) - logits[1:9]).abs().max() < CLOSE * 5
+    assert (torch.cat(outputs[1]) - others[1:9]).abs().max() < CLOSE * 5

@@ -1,4 +1,4 @@
-"""`compare`: the first difference, its margin, and whether the target's own rounding explains it."""
+"""`compare`: the first difference, its margin, and whether the target's own rounding error explains it."""
 
 import pytest
 import torch
@@ -28,7 +28,7 @@ def plain_text(target, options: dict, seed: int = 0) -> torch.LongTensor:
 
 
 def spoiled(ids: torch.LongTensor, position: int, token: int | None = None) -> torch.LongTensor:
-    """The text with another token at a position."""
+    """The text with a different token at one position."""
     other = ids.clone()
     other[position] = (other[position] + 1) % 300 if token is None else token
     return other
@@ -38,61 +38,61 @@ def spoiled(ids: torch.LongTensor, position: int, token: int | None = None) -> t
 def test_the_same_text(target, mode):
     text = plain_text(target, MODES[mode])
     state = torch.get_rng_state()
-    found = compare(target, oracle_draft(target, text[None], randomly(1, 5)), prompt(), seed=0, **MODES[mode])
-    assert (found.same, found.length, found.margin, found.dtype) == (True, NEW, None, "float32")
+    result = compare(target, oracle_draft(target, text[None], randomly(1, 5)), prompt(), seed=0, **MODES[mode])
+    assert (result.same, result.length, result.margin, result.dtype) == (True, NEW, None, "float32")
     assert torch.equal(torch.get_rng_state(), state)
 
 
 def test_a_difference_has_the_margin_of_plain_generate(target):
     ids = plain_text(target, GREEDY)
     position = prompt().shape[1] + 7
-    found = compare_texts(target, INPUTS, ids, spoiled(ids, position), **GREEDY)
+    result = compare_texts(target, INPUTS, ids, spoiled(ids, position), **GREEDY)
     best, second = target(ids[None, :position]).logits[0, -1].topk(2).values.tolist()
-    assert found.first_difference == 7
-    assert found.margin == pytest.approx(best - second, abs=1e-4)
-    assert 0 < found.bound < 1e-3 < found.margin
-    assert not found.within_tolerance
+    assert result.first_difference == 7
+    assert result.margin == pytest.approx(best - second, abs=1e-4)
+    assert 0 < result.bound < 1e-3 < result.margin
+    assert not result.within_tolerance
 
 
 def test_a_difference_of_sampled_texts_has_the_margin_of_the_draw(target):
     ids = plain_text(target, SAMPLED, seed=5)
     position = prompt().shape[1] + 7
-    found = compare_texts(target, INPUTS, ids, spoiled(ids, position), seed=5, **SAMPLED)
-    assert found.first_difference == 7
-    assert found.margin > found.bound > 0
-    assert not found.within_tolerance
-    # From another seed plain generate draws something else, so nothing can be said about its margin.
+    result = compare_texts(target, INPUTS, ids, spoiled(ids, position), seed=5, **SAMPLED)
+    assert result.first_difference == 7
+    assert result.margin > result.bound > 0
+    assert not result.within_tolerance
+    # With another seed plain generate draws different tokens, so the margin is unknown.
     assert compare_texts(target, INPUTS, ids, spoiled(ids, position), seed=6, **SAMPLED).margin is None
 
 
-def test_a_tie_is_within_rounding(target):
+def test_a_tie_is_within_tolerance(target):
     ids = plain_text(target, GREEDY)
     position = prompt().shape[1] + 7
     twin = 383
     with torch.no_grad():
         target.lm_head.weight[twin] = target.lm_head.weight[int(ids[position])]
-    found = compare_texts(target, INPUTS, ids, spoiled(ids, position, twin), **GREEDY)
-    assert (found.first_difference, found.margin, found.within_tolerance) == (7, 0.0, True)
+    result = compare_texts(target, INPUTS, ids, spoiled(ids, position, twin), **GREEDY)
+    assert (result.first_difference, result.margin, result.within_tolerance) == (7, 0.0, True)
 
 
-def test_a_pad_token_in_the_text_is_read_like_any_other(target):
+def test_a_pad_token_in_the_text_is_treated_like_any_other(target):
     ids = plain_text(target, GREEDY)
     target.generation_config.pad_token_id = int(ids[-4])
-    found = compare_texts(target, INPUTS, ids, spoiled(ids, len(ids) - 1), **GREEDY)
-    assert found.bound < 1e-3
+    result = compare_texts(target, INPUTS, ids, spoiled(ids, len(ids) - 1), **GREEDY)
+    assert result.bound < 1e-3
 
 
-def test_a_text_that_merely_stops_sooner_is_no_rounding(target):
+def test_stopping_earlier_is_not_within_tolerance(target):
     ids = plain_text(target, GREEDY)
-    found = compare_texts(target, INPUTS, ids, ids[:-3], **GREEDY)
-    assert (found.first_difference, found.margin, found.within_tolerance) == (NEW - 3, None, False)
+    result = compare_texts(target, INPUTS, ids, ids[:-3], **GREEDY)
+    assert (result.first_difference, result.margin, result.within_tolerance) == (NEW - 3, None, False)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_a_fault_of_the_roll_back_is_not_taken_for_rounding(monkeypatch, dtype):
+def test_a_rollback_bug_is_not_mistaken_for_rounding(monkeypatch, dtype):
     target = FAMILIES["qwen3"].build(0).to(dtype)
     draft = oracle_draft(target, plain_text(target, GREEDY)[None], randomly(1, 5))
-    # The oracle cannot go on once the text has left what it knows; here it may guess.
+    # The oracle fails once the text leaves its reference; here it may guess instead.
     monkeypatch.setattr(
         type(draft), "propose", lambda self, hidden, anchor_ids, head: hidden.new_full((1, 7), 5).long()
     )
@@ -102,9 +102,9 @@ def test_a_fault_of_the_roll_back_is_not_taken_for_rounding(monkeypatch, dtype):
         commit(self, (kept + 1).clamp(max=verified), verified)
 
     monkeypatch.setattr(TargetCache, "commit", too_much)
-    found = compare(target, draft, prompt(), **GREEDY)
-    assert not found.same
-    assert not found.within_tolerance
+    result = compare(target, draft, prompt(), **GREEDY)
+    assert not result.same
+    assert not result.within_tolerance
 
 
 def test_a_batch_is_refused(target):

@@ -1,4 +1,4 @@
-"""Compiled targets and static caches: the same text, or a refusal by name."""
+"""Compiled targets and static caches: the same text, or an error that names the problem."""
 
 import pytest
 import torch
@@ -18,7 +18,7 @@ def target():
 
 
 class CountingBackend:
-    """Compiles nothing and counts how often it was asked to."""
+    """Compiles nothing and counts the graphs that it receives."""
 
     graphs = 0
 
@@ -27,32 +27,32 @@ class CountingBackend:
         return graph.forward
 
 
-@pytest.mark.parametrize("way", ["forward", "module"])
-def test_a_target_that_is_compiled_as_a_whole_runs_uncompiled(target, way):
+@pytest.mark.parametrize("method", ["forward", "module"])
+def test_a_target_that_is_compiled_as_a_whole_runs_uncompiled(target, method):
     text = target.generate(prompt(), **OPTIONS)
     backend = CountingBackend()
-    if way == "forward":
+    if method == "forward":
         target.forward = torch.compile(target.forward, backend=backend)
     else:
         target.compile(backend=backend)
     draft = oracle_draft(target, text, randomly(1, 7))
-    found = target.generate(prompt(), assistant_model=draft, **OPTIONS)
-    assert found.tolist() == text.tolist()
+    output = target.generate(prompt(), assistant_model=draft, **OPTIONS)
+    assert output.tolist() == text.tolist()
     assert backend.graphs == 0
-    # The caller's model stays compiled, and its weights are those that were used.
+    # The caller's model stays compiled, and its own weights were used.
     assert Target(target).model is not target
     assert (target._compiled_call_impl is not None) or hasattr(target.forward, "_torchdynamo_orig_callable")
     assert Target(target).model.lm_head is target.lm_head
 
 
-def test_the_wrapper_of_torch_compile_decodes_like_the_target(target):
+def test_a_torch_compile_wrapper_decodes_like_the_target(target):
     wrapped = torch.compile(target, backend=CountingBackend())
     pair = both(wrapped, {"inputs": prompt()}, randomly(1, 5), **OPTIONS)
     assert pair.ours.tolist() == pair.plain.tolist()
 
 
-def test_layers_that_no_hook_sees_are_refused_by_name(target, monkeypatch):
-    # What a graph of several layers does: their forwards run, their hooks do not.
+def test_layers_whose_hooks_do_not_fire_are_refused_by_name(target, monkeypatch):
+    # As in a graph of several layers: their forwards run, their hooks do not.
     for layer in target.model.layers:
         monkeypatch.setattr(type(layer), "__call__", lambda self, *args, **kwargs: self.forward(*args, **kwargs))
     draft = oracle_draft(target, prompt(), fixed(0))
@@ -60,11 +60,11 @@ def test_layers_that_no_hook_sees_are_refused_by_name(target, monkeypatch):
         target.generate(prompt(), assistant_model=draft, **OPTIONS)
 
 
-@pytest.mark.parametrize("where", ["call", "config"])
-def test_a_static_cache_is_refused_by_name(target, where):
+@pytest.mark.parametrize("source", ["call", "config"])
+def test_a_static_cache_is_refused_by_name(target, source):
     draft = oracle_draft(target, prompt(), fixed(0))
     options = dict(OPTIONS)
-    if where == "call":
+    if source == "call":
         options["cache_implementation"] = "static"
     else:
         target.generation_config.cache_implementation = "static"
@@ -73,7 +73,7 @@ def test_a_static_cache_is_refused_by_name(target, where):
 
 
 @pytest.mark.slow
-def test_layers_that_are_compiled_one_by_one_keep_the_text(target):
+def test_layers_compiled_one_by_one_give_the_same_text(target):
     text = target.generate(prompt(), **OPTIONS)
     backend = CountingBackend()
     for layer in target.model.layers:

@@ -1,4 +1,4 @@
-"""The canonical configuration: what it fills in, how it survives JSON, and what it refuses."""
+"""The canonical configuration: defaults, JSON round trip, and rejected values."""
 
 import copy
 
@@ -10,15 +10,15 @@ from hf_dflash.draft.configuration_dflash import DFlashConfig, find_problems
 from hf_dflash.draft.errors import CheckpointError, UnsupportedOptionError
 
 
-def refusal(version: int = 1, **overrides) -> str:
-    """What a tiny configuration says once some of its values are spoiled."""
+def error_of(version: int = 1, **overrides) -> str:
+    """Return the error message of a tiny configuration with some values overridden."""
     values = {**tiny_config(version).to_dict(), "layer_causal": None, **overrides}
     with pytest.raises(CheckpointError) as caught:
         DFlashConfig(**values)
     return str(caught.value)
 
 
-def test_head_width_layer_types_and_causality_are_derived():
+def test_head_dim_layer_types_and_causality_are_derived():
     values = {key: value for key, value in tiny_config().to_dict().items() if not key.startswith("layer_")}
     config = DFlashConfig(**{**values, "head_dim": None, "num_attention_heads": 8})
     assert config.head_dim == 8  # 64 / 8
@@ -48,7 +48,7 @@ def test_json_round_trip(tmp_path, version):
     assert copy.deepcopy(config).to_dict() == config.to_dict()
 
 
-def test_auto_config_knows_the_canonical_form(tmp_path):
+def test_auto_config_loads_the_canonical_form(tmp_path):
     import hf_dflash  # noqa: F401 - registers the configuration
 
     tiny_config().save_pretrained(tmp_path)
@@ -57,45 +57,45 @@ def test_auto_config_knows_the_canonical_form(tmp_path):
 
 @pytest.mark.parametrize("key", ["hidden_size", "intermediate_size", "num_attention_heads", "max_position_embeddings"])
 def test_a_missing_size_is_named(key):
-    assert f"`{key}` is missing" in refusal(**{key: None})
+    assert f"`{key}` is missing" in error_of(**{key: None})
 
 
 @pytest.mark.parametrize("layers", [0, -1, 2.0, "2", True])
 def test_number_of_layers_must_be_a_positive_integer(layers):
-    message = refusal(num_hidden_layers=layers)
+    message = error_of(num_hidden_layers=layers)
     assert "`num_hidden_layers` must be an integer of at least 1" in message
     assert repr(layers) in message
 
 
-def test_heads_must_divide():
-    message = refusal(num_attention_heads=4, num_key_value_heads=3)
+def test_query_heads_are_a_multiple_of_key_value_heads():
+    message = error_of(num_attention_heads=4, num_key_value_heads=3)
     assert "`num_attention_heads` (4) must be a multiple of `num_key_value_heads` (3)" in message
 
 
-def test_head_width_must_follow_from_the_sizes_or_be_given():
-    assert "`hidden_size` (64) is no multiple of `num_attention_heads` (6)" in refusal(
+def test_head_dim_must_be_given_or_follow_from_the_sizes():
+    assert "`hidden_size` (64) is not a multiple of `num_attention_heads` (6)" in error_of(
         head_dim=None, num_attention_heads=6
     )
-    assert "`head_dim` must be even" in refusal(head_dim=15)
+    assert "`head_dim` must be even" in error_of(head_dim=15)
 
 
-def test_an_unknown_activation_is_refused():
-    assert "`hidden_act`" in refusal(hidden_act="sillu") and "'sillu'" in refusal(hidden_act="sillu")
+def test_an_unknown_activation_is_rejected():
+    assert "`hidden_act`" in error_of(hidden_act="sillu") and "'sillu'" in error_of(hidden_act="sillu")
 
 
 @pytest.mark.parametrize("block_size", [1, 0, True, "16", 16.0])
 def test_block_size_must_be_an_integer_of_at_least_2(block_size):
-    message = refusal(block_size=block_size)
+    message = error_of(block_size=block_size)
     assert "`block_size` must be an integer of at least 2" in message
     assert f"found {block_size!r} ({type(block_size).__name__})" in message
 
 
 def test_a_missing_block_size_is_named():
-    assert "`block_size` is missing" in refusal(block_size=None)
+    assert "`block_size` is missing" in error_of(block_size=None)
 
 
 @pytest.mark.parametrize("wanted", [1, 9, 0, True, "4", 4.0])
-def test_a_block_size_of_a_call_lies_between_2_and_the_checkpoints(wanted):
+def test_the_block_size_of_a_call_is_between_2_and_the_checkpoints(wanted):
     with pytest.raises(UnsupportedOptionError) as caught:
         tiny_config(block_size=8).checked_block_size(wanted)
     message = str(caught.value)
@@ -104,117 +104,117 @@ def test_a_block_size_of_a_call_lies_between_2_and_the_checkpoints(wanted):
 
 
 @pytest.mark.parametrize(("wanted", "size"), [(None, 8), (2, 2), (8, 8)])
-def test_a_possible_block_size_is_taken(wanted, size):
+def test_a_valid_block_size_is_used(wanted, size):
     assert tiny_config(block_size=8).checked_block_size(wanted) == size
 
 
 @pytest.mark.parametrize("mask_token_id", [-1, True, "7", 7.0])
 def test_mask_token_must_be_a_token_id(mask_token_id):
-    message = refusal(mask_token_id=mask_token_id)
+    message = error_of(mask_token_id=mask_token_id)
     assert "`mask_token_id` must be a token id" in message and repr(mask_token_id) in message
 
 
-def test_mask_token_must_be_there_and_in_the_vocabulary():
-    assert "`mask_token_id` is missing" in refusal(mask_token_id=None)
-    assert "below `vocab_size` (128); found 128" in refusal(mask_token_id=128, vocab_size=128)
+def test_mask_token_must_be_given_and_in_the_vocabulary():
+    assert "`mask_token_id` is missing" in error_of(mask_token_id=None)
+    assert "below `vocab_size` (128); found 128" in error_of(mask_token_id=128, vocab_size=128)
 
 
 @pytest.mark.parametrize("taps", [None, [], [1, 2.0], [True, 2], "1,2", [[1], [2]], [None]])
 def test_taps_are_a_list_of_integers_and_never_guessed(taps):
-    message = refusal(target_layer_ids=taps)
+    message = error_of(target_layer_ids=taps)
     assert "`target_layer_ids`" in message
-    assert "never guessed: take them from the draft's author" in message
+    assert "never guessed: get them from the draft's author" in message
 
 
-def test_impossible_taps():
-    assert "none of them negative; found [-1, 2]" in refusal(target_layer_ids=[-1, 2])
-    assert "distinct (2 occurs more than once)" in refusal(target_layer_ids=[2, 3, 2])
-    message = refusal(target_layer_ids=[1, 6], target_num_hidden_layers=6)
+def test_invalid_taps():
+    assert "none of them negative; found [-1, 2]" in error_of(target_layer_ids=[-1, 2])
+    assert "distinct (2 occurs more than once)" in error_of(target_layer_ids=[2, 3, 2])
+    message = error_of(target_layer_ids=[1, 6], target_num_hidden_layers=6)
     assert "layers of a target with 6 layers, 0 to 5; found [1, 6]" in message
 
 
 def test_layer_types_fit_the_layers():
-    message = refusal(layer_types=["full_attention"] * 3, num_hidden_layers=2)
+    message = error_of(layer_types=["full_attention"] * 3, num_hidden_layers=2)
     assert "`layer_types` must be of length 2 (`num_hidden_layers`), not 3" in message
-    message = refusal(layer_types=["full_attention", "linear_attention"])
-    assert "full_attention, sliding_attention" in message and "linear_attention is not known here" in message
+    message = error_of(layer_types=["full_attention", "linear_attention"])
+    assert "full_attention, sliding_attention" in message and "unknown: linear_attention" in message
 
 
 def test_sliding_layers_need_a_window():
-    message = refusal(layer_types=["sliding_attention"] * 2, sliding_window=None)
+    message = error_of(layer_types=["sliding_attention"] * 2, sliding_window=None)
     assert "`sliding_window` is missing" in message
-    assert "`sliding_window` must be an integer" in refusal(layer_types=["sliding_attention"] * 2, sliding_window=0)
+    assert "`sliding_window` must be an integer" in error_of(layer_types=["sliding_attention"] * 2, sliding_window=0)
 
 
 def test_causality_has_an_entry_for_each_layer():
-    assert "`layer_causal` must be of length 2" in refusal(layer_causal=[True])
-    assert "true or false" in refusal(layer_causal=[1, 0])
+    assert "`layer_causal` must be of length 2" in error_of(layer_causal=[True])
+    assert "a list of booleans" in error_of(layer_causal=[1, 0])
 
 
 def test_rope_theta_has_no_default():
     for rope in ({}, {"rope_type": "default"}, {"rope_theta": None}):
-        assert "`rope_theta` is missing" in refusal(rope_parameters=rope)
-    assert "a number above 0" in refusal(rope_parameters={"rope_theta": -1.0})
-    assert "`rope_parameters` must be a mapping" in refusal(rope_parameters=[10000.0])
+        assert "`rope_theta` is missing" in error_of(rope_parameters=rope)
+    assert "a number above 0" in error_of(rope_parameters={"rope_theta": -1.0})
+    assert "`rope_parameters` must be a mapping" in error_of(rope_parameters=[10000.0])
 
 
-def test_an_unknown_rope_type_is_named_with_the_known_ones():
-    message = refusal(rope_parameters={"rope_theta": 1e4, "rope_type": "yarrn"})
+def test_an_unknown_rope_type_is_reported_with_the_known_ones():
+    message = error_of(rope_parameters={"rope_theta": 1e4, "rope_type": "yarrn"})
     assert "`rope_type` must be one of" in message and "yarn" in message and "'yarrn'" in message
 
 
 def test_yarn_needs_its_factor_and_its_original_length():
-    message = refusal(rope_parameters={"rope_theta": 1e4, "rope_type": "yarn"})
+    message = error_of(rope_parameters={"rope_theta": 1e4, "rope_type": "yarn"})
     assert "`factor` is missing" in message and "`original_max_position_embeddings` is missing" in message
 
 
 def test_rope_values_are_numbers():
     yarn = {"rope_theta": 1e4, "rope_type": "yarn", "factor": "4", "original_max_position_embeddings": 64}
-    assert "`factor` must be a number above 0 for RoPE of type yarn; found '4' (str)" in refusal(rope_parameters=yarn)
-    assert "`beta_fast` must be a number" in refusal(rope_parameters={**yarn, "factor": 4, "beta_fast": True})
+    assert "`factor` must be a number above 0 for RoPE of type yarn; found '4' (str)" in error_of(rope_parameters=yarn)
+    assert "`beta_fast` must be a number" in error_of(rope_parameters={**yarn, "factor": 4, "beta_fast": True})
     longrope = {"rope_theta": 1e4, "rope_type": "longrope", "original_max_position_embeddings": 64}
-    message = refusal(rope_parameters={**longrope, "short_factor": [1.0, "2"]})
+    message = error_of(rope_parameters={**longrope, "short_factor": [1.0, "2"]})
     assert "`short_factor` must be a list of numbers" in message and "`long_factor` is missing" in message
 
 
-def test_unusable_numbers_are_refused():
-    assert "`attention_bias` must be true or false" in refusal(attention_bias="yes")
-    assert "`attention_dropout` must be a number from 0 to below 1" in refusal(attention_dropout=1.5)
-    assert "`output_multiplier` must be a number above 0" in refusal(output_multiplier=0)
-    assert "`input_embedding_scale`" in refusal(input_embedding_scale=float("nan"))
-    assert "or null for no cap" in refusal(final_logit_softcapping=-30.0)
+def test_invalid_numbers_are_rejected():
+    assert "`attention_bias` must be true or false" in error_of(attention_bias="yes")
+    assert "`attention_dropout` must be a number from 0 to below 1" in error_of(attention_dropout=1.5)
+    assert "`output_multiplier` must be a number above 0" in error_of(output_multiplier=0)
+    assert "`input_embedding_scale`" in error_of(input_embedding_scale=float("nan"))
+    assert "or null for no cap" in error_of(final_logit_softcapping=-30.0)
 
 
 @pytest.mark.parametrize("key", ["conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k"])
 def test_dflash_2_needs_its_fields_and_dflash_1_has_none(key):
-    assert f"`{key}` is missing" in refusal(2, **{key: None})
-    assert f"`{key}` must be null in a DFlash 1 draft" in refusal(1, **{key: 2})
+    assert f"`{key}` is missing" in error_of(2, **{key: None})
+    assert f"`{key}` must be null in a DFlash 1 draft" in error_of(1, **{key: 2})
 
 
 def test_dflash_2_fields_must_fit_the_sizes():
-    assert "`conv_group_size` must be a divisor of `hidden_size` (64); found 24" in refusal(2, conv_group_size=24)
-    assert "`selector_top_k` must be at most `vocab_size` (128)" in refusal(2, selector_top_k=129)
-    assert "`vocab_size` is missing" in refusal(2, vocab_size=None, mask_token_id=7)
-    assert "null or 128 in a DFlash 2 draft" in refusal(2, draft_vocab_size=64)
-    assert "`dflash_version` must be 1 or 2" in refusal(dflash_version=3)
+    assert "`conv_group_size` must be a divisor of `hidden_size` (64); found 24" in error_of(2, conv_group_size=24)
+    assert "`selector_top_k` must be at most `vocab_size` (128)" in error_of(2, selector_top_k=129)
+    assert "`vocab_size` is missing" in error_of(2, vocab_size=None, mask_token_id=7)
+    assert "null or 128 in a DFlash 2 draft" in error_of(2, draft_vocab_size=64)
+    assert "`dflash_version` must be 1 or 2" in error_of(dflash_version=3)
 
 
-def test_an_own_vocabulary_is_no_larger_than_the_targets():
-    assert "`draft_vocab_size` must be at most `vocab_size` (128)" in refusal(draft_vocab_size=129)
+def test_a_vocabulary_of_its_own_is_no_larger_than_the_targets():
+    assert "`draft_vocab_size` must be at most `vocab_size` (128)" in error_of(draft_vocab_size=129)
 
 
 @pytest.mark.parametrize("key", ["rope_theta", "rope_scaling", "dflash_config"])
 def test_keys_of_published_layouts_are_not_ignored(key):
-    assert f"`{key}`" in refusal(**{key: {"x": 1} if key != "rope_theta" else 1e6})
+    assert f"`{key}`" in error_of(**{key: {"x": 1} if key != "rope_theta" else 1e6})
 
 
 def test_all_problems_are_listed_at_once():
-    message = refusal(block_size=1, mask_token_id=None, target_layer_ids=[])
+    message = error_of(block_size=1, mask_token_id=None, target_layer_ids=[])
     assert "3 problems:" in message
     assert all(f"- `{key}`" in message for key in ("block_size", "mask_token_id", "target_layer_ids"))
 
 
-def test_a_problem_says_where_the_value_stood():
+def test_a_problem_says_where_the_value_was_read_from():
     values = {**tiny_config().to_dict(), "block_size": "8"}
     (problem,) = find_problems(values, {"block_size": "`dflash_config.block_size`"})
     assert problem.endswith("found '8' (str) in `dflash_config.block_size`.")

@@ -1,4 +1,4 @@
-"""The dispatch of `assistant_model=`: who reaches the DFlash loop and who does not."""
+"""The dispatch of `assistant_model=`: which calls reach the DFlash loop and which do not."""
 
 import pytest
 import torch
@@ -22,7 +22,7 @@ def target():
 
 @pytest.fixture
 def rows_decoded(monkeypatch):
-    """How many rows our loop decoded."""
+    """One entry per row that our loop decoded."""
     decoded = []
     decode = generate.decode
     monkeypatch.setattr(generate, "decode", lambda *a, **k: (decoded.append(1), decode(*a, **k))[1])
@@ -122,7 +122,7 @@ def test_a_lora_target(rows_decoded, merged):
     if merged:
         target = target.merge_and_unload()
     plain = target.generate(input_ids=prompt(), max_new_tokens=NEW, do_sample=False)
-    assert not torch.equal(plain, unadapted), "the adapter changes nothing: the test would prove nothing"
+    assert not torch.equal(plain, unadapted), "the adapter changes nothing, so the test proves nothing"
     draft = oracle_draft(base, plain, all_right)
     ours = target.generate(input_ids=prompt(), max_new_tokens=NEW, do_sample=False, assistant_model=draft)
     assert torch.equal(ours, plain) and len(rows_decoded) == 1
@@ -183,8 +183,8 @@ def test_a_pipeline_reaches_the_loop_and_never_runs_the_draft_in_fp16(tmp_path, 
     assert drafted(text, **options) == plain and len(rows_decoded) == 1
 
 
-def test_defaults_in_a_prepared_generation_config_are_nobodys_wish(target, rows_decoded):
-    """Pipelines hand `generate` a config in which core has filled its defaults for other assistants."""
+def test_defaults_in_a_prepared_generation_config_are_not_refused(target, rows_decoded):
+    """Pipelines pass `generate` a config into which core has filled its defaults for other assistants."""
     config = GenerationConfig(**{**GenerationConfig._get_default_generation_params(), "max_new_tokens": NEW})
     draft = tiny_draft(hidden_size=64, vocab_size=384)
     out = target.generate(prompt(), generation_config=config, assistant_model=draft)
@@ -206,8 +206,8 @@ def test_the_exported_folder_reaches_the_loop(target, tmp_path, rows_decoded):
 
 
 @pytest.mark.skipif(Version(__version__) < Version("5.24"), reason="the native path is complete since 5.24")
-def test_the_draft_also_answers_the_native_path(target, monkeypatch):
-    """Below the dispatch, transformers' own generator runs the draft."""
+def test_the_draft_also_runs_on_the_native_path(target, monkeypatch):
+    """Without the dispatch, transformers' own generator runs the draft."""
     draft = tiny_draft(hidden_size=64, vocab_size=384)
     plain = greedy(target)
     without_dispatch(monkeypatch)

@@ -1,9 +1,10 @@
 """The documentation: twins in both languages, links, the built site, and code that runs.
 
-A fenced block behind `<!-- not run: why -->` is left out; every other `python` and `bash` block must run. Models that
-are too large for this machine are replaced by the SmolLM2 pair, and long answers by short ones.
+A fenced block after `<!-- not run: why -->` is skipped; every other `python` and `bash` block must run. Models that are
+too large for this machine are replaced by the SmolLM2 pair, and long answers by short ones.
 """
 
+import ast
 import os
 import re
 import shlex
@@ -16,7 +17,7 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
-PAGES = sorted(path.name for path in DOCS.glob("*.md"))
+PAGES = sorted(path.name for path in DOCS.glob("*.md") if not path.name.endswith(".zh.md"))
 FENCE = re.compile(r"(?P<comment><!-- not run: [^\n]+ -->\n)?^```(?P<language>\w*)\n(?P<code>.*?)^```$", re.M | re.S)
 LINK = re.compile(r"!?\[[^\]]*\]\((?P<address>[^)\s]+)\)")
 
@@ -36,31 +37,37 @@ def prose(page: Path) -> str:
     return FENCE.sub("", page.read_text(encoding="utf-8"))
 
 
+def twin(name: str) -> Path:
+    """The Chinese page of an English one: `docs/targets.zh.md` for `targets.md`."""
+    return DOCS / name.replace(".md", ".zh.md")
+
+
 def headings(text: str) -> list[int]:
     return [len(match[1]) for match in re.finditer(r"^(#+) ", text, re.M)]
 
 
 def test_every_page_has_its_twin():
     assert PAGES
-    assert sorted(path.name for path in (DOCS / "zh_cn").glob("*.md")) == PAGES
+    assert sorted(path.name.replace(".zh.md", ".md") for path in DOCS.glob("*.zh.md")) == PAGES
 
 
 @pytest.mark.parametrize("name", PAGES)
 def test_twins_have_the_same_code_and_the_same_sections(name):
-    english, chinese = DOCS / name, DOCS / "zh_cn" / name
+    english, chinese = DOCS / name, twin(name)
     assert blocks(english) == blocks(chinese)
     assert headings(prose(english)) == headings(prose(chinese))
 
 
 @pytest.mark.parametrize("name", PAGES)
 def test_the_twin_is_chinese(name):
-    text = prose(DOCS / "zh_cn" / name)
+    text = prose(twin(name))
     assert re.search("[\u4e00-\u9fff]", text)
     assert not re.search("[\u4e00-\u9fff]", prose(DOCS / name))
 
 
 def every_page() -> list[Path]:
-    return [ROOT / "README.md", ROOT / "CHANGELOG.md", *DOCS.glob("*.md"), *(DOCS / "zh_cn").glob("*.md")]
+    others = ("README.md", "CHANGELOG.md", "CONTRIBUTING.md", "scripts/README.md", "examples/smollm2_draft/README.md")
+    return [*(ROOT / name for name in others), *DOCS.glob("*.md")]
 
 
 @pytest.mark.parametrize("page", every_page(), ids=lambda page: str(page.relative_to(ROOT)))
@@ -76,17 +83,28 @@ def test_the_site_builds_without_a_warning(tmp_path):
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path / "site")]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "Loads a DFlash draft" in (tmp_path / "site" / "api" / "index.html").read_text(encoding="utf-8")
+    for language in ("", "zh"):
+        page = (tmp_path / "site" / language / "api" / "index.html").read_text(encoding="utf-8")
+        assert "a DFlash draft from a folder or the Hub" in page
+    search = (tmp_path / "site" / "search" / "search_index.json").read_text(encoding="utf-8")
+    assert "Acceptance" in search and re.search("[\u4e00-\u9fff]", search), "both languages must be found"
 
 
 def test_results_are_the_stored_ones():
-    sys.path.insert(0, str(DOCS))
-    try:
-        from fill_results import PAGES as shown
-        from fill_results import filled
-    finally:
-        sys.path.remove(str(DOCS))
-    assert [page.name for page in shown if filled(page) != page.read_text(encoding="utf-8")] == []
+    command = [sys.executable, ROOT / "scripts/fill_results.py", "--check"]
+    done = subprocess.run(command, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_every_script_has_a_line_and_shows_its_help():
+    """One shape for all of them: what it does, its options, and no work on import."""
+    listed = re.findall(r"^\| `(\w+\.py)` \|", (ROOT / "scripts/README.md").read_text(encoding="utf-8"), re.M)
+    assert listed == sorted(path.name for path in (ROOT / "scripts").glob("*.py"))
+    for name in listed:
+        tree = ast.parse((ROOT / "scripts" / name).read_text(encoding="utf-8"))
+        assert ast.get_docstring(tree), name
+        assert any(isinstance(node, ast.FunctionDef) and node.name == "main" for node in tree.body), name
+        assert "argparse" in {alias.name for node in tree.body if isinstance(node, ast.Import) for alias in node.names}
 
 
 def runnable() -> list:

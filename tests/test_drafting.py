@@ -1,4 +1,4 @@
-"""The draft's side: the context that belongs to a target cache, and the block that is proposed from it."""
+"""The draft's side: the context kept for a target cache, and the block proposed from it."""
 
 import copy
 import gc
@@ -23,23 +23,23 @@ def taps(n, start=0):
     return torch.arange(start, start + n, dtype=torch.float)[None, :, None].expand(1, n, WIDTH) / 10
 
 
-def filled(draft, cache, read_before=0, tokens=6):
-    context = draft_context(draft, cache, read_before, 100)
+def filled(draft, cache, num_cached=0, tokens=6):
+    context = draft_context(draft, cache, num_cached, 100)
     context.extend(taps(tokens))
     return context
 
 
-def test_a_context_covers_what_has_arrived_and_waits_to_be_fused():
+def test_a_context_counts_taps_that_are_not_fused_yet():
     context = DraftContext(draft_of(), first=3, max_length=50)
     context.extend(taps(4))
     context.extend(taps(2, start=4))
     assert (context.first, context.fused_end, context.end) == (3, 3, 9)
     assert context.num_bytes() == 6 * WIDTH * 4
     assert torch.equal(context.take(), taps(6))
-    assert context.end == 3, "taps that were taken and not fed to the draft are gone"
+    assert context.end == 3, "taps that were taken but not fed to the draft are gone"
 
 
-def test_the_context_comes_along_with_its_cache_and_its_draft():
+def test_the_context_is_found_by_its_cache_and_its_draft():
     draft, other, cache = draft_of(), draft_of(seed=1), DynamicCache()
     context = filled(draft, cache)
     assert draft_context(draft, cache, 6, 100) is context
@@ -48,7 +48,7 @@ def test_the_context_comes_along_with_its_cache_and_its_draft():
     assert draft_context(draft, DynamicCache(), 6, 100) is not context
 
 
-def test_a_copied_cache_has_a_context_of_its_own():
+def test_a_copied_cache_has_its_own_context():
     draft, cache = draft_of(), DynamicCache()
     context = filled(draft, cache)
     copied = draft_context(draft, copy.deepcopy(cache), 6, 100)
@@ -57,14 +57,14 @@ def test_a_copied_cache_has_a_context_of_its_own():
     assert context.end == 6
 
 
-def test_a_cropped_cache_crops_the_waiting_taps():
+def test_a_cropped_cache_crops_the_pending_taps():
     draft, cache = draft_of(), DynamicCache()
     context = filled(draft, cache)
     assert draft_context(draft, cache, 4, 100) is context
     assert torch.equal(context.take(), taps(4))
 
 
-def test_a_cache_that_was_filled_without_the_draft_begins_anew():
+def test_a_cache_filled_without_the_draft_gets_a_new_context():
     draft, cache = draft_of(), DynamicCache()
     filled(draft, cache)
     context = draft_context(draft, cache, 9, 100)
@@ -72,7 +72,7 @@ def test_a_cache_that_was_filled_without_the_draft_begins_anew():
     assert draft_context(draft, cache, 0, 100).first == 0
 
 
-def test_contexts_of_drafts_that_are_gone_are_dropped():
+def test_contexts_of_deleted_drafts_are_dropped():
     cache = DynamicCache()
     filled(draft_of(), cache)
     gc.collect()
@@ -80,7 +80,7 @@ def test_contexts_of_drafts_that_are_gone_are_dropped():
     assert len(cache._dflash_contexts) == 1
 
 
-def test_cropping_further_back_than_a_sliding_draft_remembers_begins_anew():
+def test_cropping_past_the_window_of_a_sliding_draft_gets_a_new_context():
     draft = draft_of(layer_types=["sliding_attention"] * 2, sliding_window=4)
     target, cache = FAMILIES["llama"].build(0), DynamicCache()
     plain = target.generate(prompt(12), max_new_tokens=30, do_sample=False)
@@ -93,7 +93,7 @@ def test_cropping_further_back_than_a_sliding_draft_remembers_begins_anew():
 
 
 def test_a_block_is_proposed_from_positions_and_taps_alone():
-    """The generator's block against the network called by hand: anchor at 7, masks behind it, context 0..6."""
+    """The generator's block against the network called by hand: anchor at 7, masks after it, context 0..6."""
     draft, target = draft_of(block_size=4), Target(FAMILIES["llama"].build(0))
     context = DraftContext(draft, 0, 100)
     generator = DFlashCandidateGenerator(draft, target, context)
@@ -109,14 +109,14 @@ def test_a_block_is_proposed_from_positions_and_taps_alone():
         hidden = draft(
             noise_embeds=target.embed(block), context_hidden_states=taps(7), position_ids=torch.arange(11)[None]
         ).last_hidden_state
-        wanted = target.head(hidden[:, 1:]).argmax(-1)
-    assert candidates.tolist() == wanted.tolist()
-    # RoPE alone would not tell a shift of them all.
+        expected = target.head(hidden[:, 1:]).argmax(-1)
+    assert candidates.tolist() == expected.tolist()
+    # RoPE is relative, so the candidates would not reveal a shift of all positions.
     assert positions == list(range(11))
     assert (context.fused_end, context.end) == (7, 7), "the block itself is not kept"
 
 
-def test_transformers_contract():
+def test_transformers_interface():
     draft, target = draft_of(block_size=4), Target(FAMILIES["llama"].build(0))
     generator = DFlashCandidateGenerator(draft, target, DraftContext(draft, 0, 100))
     generator.context.extend(taps(8))

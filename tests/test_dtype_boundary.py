@@ -1,4 +1,4 @@
-"""The one place where dtypes meet: what a target of any dtype hands to its draft and takes back."""
+"""Mixed dtypes: what a target of any dtype passes to its draft and gets back."""
 
 import pytest
 import torch
@@ -39,8 +39,8 @@ def test_every_pair_of_dtypes_runs_and_keeps_the_text(target_dtype, draft_dtype,
     draft = oracle_draft(target, text, randomly(3, BLOCK - 1), block_size=BLOCK, strict=target_dtype is torch.float32)
     draft.to(draft_dtype)
     statistics = []
-    found = compare(target, draft, prompt(), seed=0, stats=statistics.append, **options)
-    assert found.same or (target_dtype is not torch.float32 and found.within_tolerance), found
+    comparison = compare(target, draft, prompt(), seed=0, stats=statistics.append, **options)
+    assert comparison.same or (target_dtype is not torch.float32 and comparison.within_tolerance), comparison
     assert len(set(statistics[0].accepted)) > 2
     assert draft.dtype is draft_dtype
 
@@ -49,16 +49,16 @@ def test_every_pair_of_dtypes_runs_and_keeps_the_text(target_dtype, draft_dtype,
 @pytest.mark.parametrize("family", ["gemma3", "gpt_oss"])
 def test_a_real_proposal_of_a_bfloat16_draft_for_a_float16_target(family, version):
     target, draft = target_in(torch.float16, family), draft_in(torch.bfloat16, version=version)
-    found = compare(target, draft, prompt(), **GREEDY)
-    assert found.same or found.within_tolerance, found
+    comparison = compare(target, draft, prompt(), **GREEDY)
+    assert comparison.same or comparison.within_tolerance, comparison
 
 
 @pytest.mark.parametrize("target_dtype", TARGET_DTYPES, ids=str)
-def test_a_float16_draft_is_refused(target_dtype):
+def test_a_float16_draft_is_rejected(target_dtype):
     with pytest.raises(DraftDtypeError, match="bfloat16"):
         draft_in(torch.float32).to(torch.float16)
     draft = draft_in(torch.float32)
-    for parameter in draft.parameters():  # by a way around every cast of a module
+    for parameter in draft.parameters():  # bypasses the check on module casts
         parameter.data = parameter.data.half()
     with pytest.raises(DraftDtypeError, match="bfloat16"):
         target_in(target_dtype).generate(prompt(), assistant_model=draft, **GREEDY)
@@ -68,7 +68,7 @@ def test_a_float16_draft_is_refused(target_dtype):
 
 
 def inputs_seen_by(module: nn.Module) -> list[torch.dtype]:
-    """The dtypes of the first input of every later call, as they come."""
+    """Record the dtype of the first input of every later call."""
     seen = []
     module.register_forward_pre_hook(lambda _module, inputs: seen.append(inputs[0].dtype))
     return seen
@@ -93,24 +93,24 @@ def test_block_embeddings_enter_in_the_drafts_dtype(target_dtype, draft_dtype):
 @pytest.mark.parametrize("shape", [{}, {"version": 2}, {"own_embeddings": True}], ids=["dflash", "dflash2", "own"])
 @pytest.mark.parametrize("target_dtype, draft_dtype", MIXED, ids=str)
 def test_the_drafts_output_reaches_the_head_in_the_targets_dtype(target_dtype, draft_dtype, shape):
-    # With embeddings of its own, nothing of the target's dtype has passed through the draft.
+    # With embeddings of its own, the draft sees nothing in the target's dtype.
     target, draft = target_in(target_dtype), draft_in(draft_dtype, **shape)
     seen = inputs_seen_by(target.lm_head)
     target.generate(prompt(), assistant_model=draft, **GREEDY)
     assert set(seen) == {target_dtype}
 
 
-def test_own_embeddings_and_an_own_head_need_no_cast_of_the_targets():
+def test_own_embeddings_and_an_own_head_need_no_cast_to_the_targets_dtype():
     draft = draft_in(torch.bfloat16, own_embeddings=True, draft_vocab_size=64)
     target = target_in(torch.float16)
     seen = inputs_seen_by(draft.lm_head)
-    found = compare(target, draft, prompt(), **GREEDY)
-    assert found.same or found.within_tolerance, found
+    comparison = compare(target, draft, prompt(), **GREEDY)
+    assert comparison.same or comparison.within_tolerance, comparison
     assert set(seen) == {torch.bfloat16}
 
 
 def test_a_float16_target_gives_the_draft_what_a_float32_target_gives():
-    # Both round the same numbers to bfloat16 once, so what the draft makes of them is the same to the last bit.
+    # Both are rounded to bfloat16 once from the same values, so the draft's output is bitwise equal.
     draft = draft_in(torch.bfloat16)
     embeds, taps = (torch.randn(1, n, width).half() for n, width in ((BLOCK, 64), (5, 128)))
     from_half = draft(noise_embeds=embeds, context_hidden_states=taps).last_hidden_state
@@ -119,15 +119,15 @@ def test_a_float16_target_gives_the_draft_what_a_float32_target_gives():
     assert torch.equal(from_half, from_float.half())
 
 
-# --- called, never read
+# --- embedding and head are called, their weights never read
 
 
 class Sealed(nn.Module):
-    """An embedding or head that can be called, while its weight cannot be looked at, as where it is quantized."""
+    """An embedding or head that can be called, but whose weight cannot be read, like a quantized one."""
 
     def __init__(self, inner: nn.Module):
         super().__init__()
-        self._call = [inner]  # not a submodule, so that no walk over modules or parameters finds it
+        self._call = [inner]  # in a list, so that it is not registered as a submodule
 
     def __getattr__(self, name: str):
         if name == "weight":
@@ -152,6 +152,6 @@ def test_a_head_with_soft_cap_and_scaled_embeddings_in_float16():
     seen = inputs_seen_by(Target(target)._output_head)
     text = target.generate(prompt(), **GREEDY)
     draft = oracle_draft(target, text, all_right, block_size=BLOCK, strict=False, final_logit_softcapping=30.0)
-    found = compare(target, draft.to(torch.bfloat16), prompt(), **GREEDY)
-    assert found.same or found.within_tolerance, found
+    comparison = compare(target, draft.to(torch.bfloat16), prompt(), **GREEDY)
+    assert comparison.same or comparison.within_tolerance, comparison
     assert set(seen) == {torch.float16}

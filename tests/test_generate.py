@@ -1,4 +1,4 @@
-"""The door: streamers, turns, refusals, threads and interruptions of `generate` with a DFlash draft."""
+"""`generate` with a DFlash draft: streamers, turns, refusals, threads and interruptions."""
 
 import asyncio
 import json
@@ -41,7 +41,7 @@ def target():
 
 @pytest.fixture(scope="module")
 def tokenizer():
-    """A byte-level tokenizer of 384 tokens, some of which hold several letters, so that stop strings cross tokens."""
+    """A byte-level tokenizer of 384 tokens, some with several letters, so that stop strings cross tokens."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
     inner = Tokenizer(models.BPE())
@@ -57,13 +57,13 @@ def greedy(target, ids, **options):
     return target.generate(ids, max_new_tokens=NEW, do_sample=False, **options)
 
 
-def knowing(target, ids, pattern=all_right, **options):
-    """A draft that knows the greedy text of `ids`."""
+def oracle_for(target, ids, pattern=all_right, **options):
+    """Return a draft that knows the greedy text of `ids`."""
     return oracle_draft(target, greedy(target, ids, **options), pattern)
 
 
 class Recorder(TextStreamer):
-    """Keeps what a streamer is given."""
+    """Records what a streamer receives."""
 
     def __init__(self, tokenizer):
         super().__init__(tokenizer)
@@ -103,7 +103,7 @@ def test_text_iterator_streamer_in_a_thread(target, tokenizer):
         return text
 
     plain = text_of(None)
-    assert plain == text_of(knowing(target, prompt(), randomly(2, 7))) and len(plain) > NEW
+    assert plain == text_of(oracle_for(target, prompt(), randomly(2, 7))) and len(plain) > NEW
 
 
 def test_async_text_iterator_streamer(target, tokenizer):
@@ -116,16 +116,16 @@ def test_async_text_iterator_streamer(target, tokenizer):
         return text
 
     plain = asyncio.run(text_of(None))
-    assert plain == asyncio.run(text_of(knowing(target, prompt(), randomly(2, 7)))) and len(plain) > NEW
+    assert plain == asyncio.run(text_of(oracle_for(target, prompt(), randomly(2, 7)))) and len(plain) > NEW
 
 
 def hooks_of(target):
-    """The forward hooks of every module, by id."""
+    """Return the forward hooks of every module, by id."""
     return [list(module._forward_hooks) + list(module._forward_pre_hooks) for module in target.modules()]
 
 
 def failing(after: int, error: BaseException):
-    """A logits processor that raises on its n-th call."""
+    """Return a logits processor that raises on its `after`-th call."""
     calls = []
 
     def processor(input_ids, scores):
@@ -138,8 +138,8 @@ def failing(after: int, error: BaseException):
 
 
 @pytest.mark.parametrize("error", [RuntimeError("boom"), KeyboardInterrupt()], ids=["exception", "Ctrl-C"])
-def test_after_an_exception_the_streamer_has_ended_and_the_next_call_is_right(target, tokenizer, error):
-    draft = knowing(target, prompt(), randomly(2, 7))
+def test_after_an_exception_the_streamer_has_ended_and_the_next_call_is_correct(target, tokenizer, error):
+    draft = oracle_for(target, prompt(), randomly(2, 7))
     recorder, before = Recorder(tokenizer), hooks_of(target)
     with pytest.raises(type(error)):
         greedy(target, prompt(), assistant_model=draft, streamer=recorder, logits_processor=failing(9, error))
@@ -149,28 +149,28 @@ def test_after_an_exception_the_streamer_has_ended_and_the_next_call_is_right(ta
     assert torch.equal(greedy(target, prompt(), assistant_model=draft), greedy(target, prompt()))
 
 
-@pytest.mark.parametrize("place", [3, 8, 13, 19])
-def test_stop_strings(target, tokenizer, place):
-    """A piece of the plain text, from the middle of one token to the middle of another, stops it."""
+@pytest.mark.parametrize("start", [3, 8, 13, 19])
+def test_stop_strings(target, tokenizer, start):
+    """The stop string is a piece of the plain text, from the middle of one token to the middle of another."""
     pieces = [tokenizer.decode([token]) for token in range(384)]
-    # Single bytes of other letters do not decode to text that a stop string could name.
+    # Single bytes of non-ASCII letters do not decode to text that a stop string could contain.
     options = {
         "suppress_tokens": [i for i, piece in enumerate(pieces) if not (piece.isascii() and piece.isprintable())]
     }
     new = greedy(target, prompt(), **options)[0, 9:]
-    stop = (pieces[new[place]] + tokenizer.decode(new[place + 1 : place + 3]) + pieces[new[place + 3]])[1:-1]
+    stop = (pieces[new[start]] + tokenizer.decode(new[start + 1 : start + 3]) + pieces[new[start + 3]])[1:-1]
     options |= {"stop_strings": [stop], "tokenizer": tokenizer}
     plain = greedy(target, prompt(), **options)
-    assert 9 < plain.shape[1] <= 9 + place + 4
+    assert 9 < plain.shape[1] <= 9 + start + 4
     for pattern in (fixed(0), fixed(2), all_right):
-        ours = greedy(target, prompt(), assistant_model=knowing(target, prompt(), pattern, **options), **options)
+        ours = greedy(target, prompt(), assistant_model=oracle_for(target, prompt(), pattern, **options), **options)
         assert ours.tolist() == plain.tolist()
 
 
-def test_stop_strings_of_the_generation_configs(tokenizer):
+def test_stop_strings_in_the_generation_config(tokenizer):
     target = FAMILIES["llama"].build(0)
     stop = tokenizer.decode(greedy(target, prompt())[0, 15:17])
-    draft = knowing(target, prompt())
+    draft = oracle_for(target, prompt())
     target.generation_config.stop_strings = [stop]
     plain = greedy(target, prompt(), tokenizer=tokenizer)
     assert plain.shape[1] < 9 + NEW
@@ -184,7 +184,7 @@ def test_stop_strings_of_the_generation_configs(tokenizer):
 
 
 def chat(target, use_draft: bool, family_turns=(9, 5, 1), **options):
-    """Several turns on one cache: (ids of each turn, acceptance lengths of each turn)."""
+    """Run several turns on one cache; return (ids of each turn, committed tokens of each round and turn, cache)."""
     from transformers import DynamicCache
 
     cache = DynamicCache(config=target.config)
@@ -203,12 +203,12 @@ def chat(target, use_draft: bool, family_turns=(9, 5, 1), **options):
 
 
 @pytest.mark.parametrize("family", ["llama", "mistral", "gemma3", "gpt_oss"])
-def test_turns_on_the_cache_of_the_last_turn(family):
+def test_turns_on_the_cache_of_the_previous_turn(family):
     target = FAMILIES[family].build(0)
     plain, _, _ = chat(target, False)
     ours, taus, cache = chat(target, True)
     assert [t.tolist() for t in plain] == [t.tolist() for t in ours]
-    # The second turn accepts as much as the first: the draft's context came along with the cache.
+    # Later turns accept as much as the first: the draft's context came along with the cache.
     assert [committed[0] for committed in taus] == [4, 4, 4]
     assert cache.get_seq_length() == ours[-1].shape[1] - 1
 
@@ -235,7 +235,7 @@ def test_the_drafts_context_of_turn_two_equals_a_fresh_one(target):
     assert per_cache[0] == per_cache[1] and len(per_cache[0]) > 10
 
 
-def test_plain_generate_continues_on_our_cache_and_we_on_its(target):
+def test_plain_generate_continues_on_our_cache_and_vice_versa(target):
     from transformers import DynamicCache
 
     reference = target.generate(prompt(), max_new_tokens=36, do_sample=False)
@@ -248,7 +248,7 @@ def test_plain_generate_continues_on_our_cache_and_we_on_its(target):
 
 
 def test_a_cropped_cache_is_continued(target):
-    """A prefix that many prompts share: the cache is cropped back to it between calls."""
+    """A prefix shared by many prompts: the cache is cropped back to it between calls."""
     from transformers import DynamicCache
 
     cache, draft = DynamicCache(config=target.config), tiny_draft(hidden_size=64, vocab_size=384)
@@ -290,10 +290,10 @@ def test_a_draft_in_training_mode_runs_without_dropout(target, tmp_path):
 def test_two_threads_on_one_target_and_one_draft(target):
     draft = tiny_draft(hidden_size=64, vocab_size=384, block_size=6)
     prompts = [prompt(9, seed=1), prompt(17, seed=2)]
-    wanted = [target.generate(p, max_new_tokens=60, do_sample=False).tolist() for p in prompts]
-    blocks_alone = []
+    expected = [target.generate(p, max_new_tokens=60, do_sample=False).tolist() for p in prompts]
+    stats_alone = []
     for p in prompts:
-        target.generate(p, max_new_tokens=60, do_sample=False, assistant_model=draft, stats=blocks_alone.append)
+        target.generate(p, max_new_tokens=60, do_sample=False, assistant_model=draft, stats=stats_alone.append)
     results, errors, gate = [None, None], [], threading.Barrier(2)
 
     def work(which):
@@ -312,11 +312,11 @@ def test_two_threads_on_one_target_and_one_draft(target):
     [t.start() for t in threads]
     [t.join() for t in threads]
     assert not errors
-    assert [r[0] for r in results] == wanted
-    assert [r[1] for r in results] == [s.accepted for s in blocks_alone]
+    assert [r[0] for r in results] == expected
+    assert [r[1] for r in results] == [s.accepted for s in stats_alone]
 
 
-def test_a_generation_abandoned_midway_leaves_nothing(target, tokenizer):
+def test_a_generation_abandoned_midway_leaves_nothing_behind(target, tokenizer):
     class Abandoned(Exception):
         pass
 
@@ -326,7 +326,7 @@ def test_a_generation_abandoned_midway_leaves_nothing(target, tokenizer):
             if len(self.values) == 8:
                 raise Abandoned
 
-    draft, before = knowing(target, prompt(), randomly(3, 7)), hooks_of(target)
+    draft, before = oracle_for(target, prompt(), randomly(3, 7)), hooks_of(target)
     with pytest.raises(Abandoned):
         greedy(target, prompt(), assistant_model=draft, streamer=Abandoning(tokenizer))
     draft._row, draft.rounds = -1, 0
@@ -339,8 +339,8 @@ def test_a_generation_abandoned_midway_leaves_nothing(target, tokenizer):
 
 @pytest.fixture
 def no_forward(target, monkeypatch):
-    """The target's forward must not be reached."""
-    monkeypatch.setattr(target, "forward", lambda *a, **k: pytest.fail("a forward was made before the refusal"))
+    """Fail if the target's forward is called."""
+    monkeypatch.setattr(target, "forward", lambda *a, **k: pytest.fail("the target ran before the refusal"))
 
 
 REFUSED = {
@@ -367,7 +367,7 @@ def test_refusals_name_the_option(target, no_forward, name):
 @pytest.mark.parametrize(
     "option", [{"block_size": 9}, {"block_size": 1}, {"block_size": True}, {"num_assistant_tokens": 8}]
 )
-def test_block_sizes_out_of_range_name_both_places(target, no_forward, option):
+def test_block_sizes_out_of_range_name_the_option_and_the_checkpoint(target, no_forward, option):
     draft = tiny_draft(hidden_size=64, vocab_size=384)
     with pytest.raises(UnsupportedOptionError, match="dflash_config.block_size"):
         target.generate(prompt(), max_new_tokens=4, assistant_model=draft, **option)
@@ -392,7 +392,7 @@ def test_wrong_pairings_are_refused_before_any_forward(target, no_forward, draft
         target.generate(prompt(), max_new_tokens=4, assistant_model=draft)
 
 
-def test_several_rows_refuse_what_cannot_be_told_apart(target):
+def test_several_rows_refuse_what_cannot_be_split(target):
     draft = tiny_draft(hidden_size=64, vocab_size=384)
     ids = prompt().repeat(2, 1)
     options = {"return_dict_in_generate": True, "output_scores": True}
@@ -412,7 +412,7 @@ def test_several_rows_refuse_what_cannot_be_told_apart(target):
         target.generate(ids, max_new_tokens=4, assistant_model=draft, stopping_criteria=criteria)
 
 
-def test_prefix_allowed_tokens_fn_gets_the_rows_number(target):
+def test_prefix_allowed_tokens_fn_gets_the_row_index(target):
     ids = torch.cat([prompt(seed=1), prompt(seed=2)])
     options = {"max_new_tokens": 9, "do_sample": False}
     options["prefix_allowed_tokens_fn"] = lambda row, seen: range(50 + 100 * row, 120 + 100 * row)
@@ -441,12 +441,12 @@ def test_statistics_trace_and_output(target, tmp_path):
     assert isinstance(out, DFlashOutput)
     stats = out.dflash_stats
     assert collected == [stats]
-    # 24 tokens: one from the prefill, then rounds of 4 until 3 are left, which the last round takes.
+    # 24 tokens: one from the prefill, then rounds of 4 until 3 are left for the last round.
     assert stats.committed == [4, 4, 4, 4, 4, 3] and stats.new_tokens == NEW
     assert stats.tau == 23 / 6
     assert stats.proposed == [5, 5, 5, 5, 5, 2] and stats.accepted == [3, 3, 3, 3, 3, 2]
     assert stats.acceptance_rate == 17 / 27
-    # The last round proposed 2, both right; position 3 was tried in 5 rounds and right in all of them.
+    # The last round proposed 2, both correct; position 3 was proposed in 5 rounds and correct in all of them.
     assert stats.acceptance_by_position == [1.0, 1.0, 1.0, 0.0, 0.0]
     assert stats.histogram == [0, 0, 1, 5, 0, 0]
     assert stats.peak_draft_bytes > 0
@@ -463,50 +463,50 @@ def test_statistics_trace_and_output(target, tmp_path):
 def test_near_zero_acceptance_warns_once(target, monkeypatch):
     from hf_dflash.decoding import statistics
 
-    said = []
-    monkeypatch.setattr(statistics.logger, "warning", said.append)
+    messages = []
+    monkeypatch.setattr(statistics.logger, "warning", messages.append)
     reference = target.generate(prompt(), max_new_tokens=80, do_sample=False)
-    for pattern, warnings in ((fixed(0), 1), (fixed(2), 0)):
-        said.clear()
+    for pattern, expected in ((fixed(0), 1), (fixed(2), 0)):
+        messages.clear()
         draft = oracle_draft(target, reference, pattern)
         target.generate(prompt(), max_new_tokens=80, do_sample=False, assistant_model=draft)
-        assert len(said) == warnings
-    assert not said
+        assert len(messages) == expected
+    assert not messages
 
 
 @pytest.mark.parametrize("length", [8, 64])
 def test_the_prompts_taps_are_freed(target, length):
-    """After the first block nothing as long as the prompt waits: the draft's peak is its cache and the prompt's taps
-    once.
+    """After the first block nothing as long as the prompt is pending: the draft's peak is its cache plus the prompt's
+    taps once.
     """
     from hf_dflash.decoding.drafting import DraftContext
 
-    waiting = []
+    pending = []
     take = DraftContext.take
 
     def spying(self):
-        waiting.append(sum(taps.shape[1] for taps in self._pending))
+        pending.append(sum(taps.shape[1] for taps in self._pending))
         return take(self)
 
     DraftContext.take = spying
     try:
-        greedy(target, prompt(length), assistant_model=knowing(target, prompt(length), fixed(1)))
+        greedy(target, prompt(length), assistant_model=oracle_for(target, prompt(length), fixed(1)))
     finally:
         DraftContext.take = take
-    assert waiting[0] == length and set(waiting[1:]) == {2}
+    assert pending[0] == length and set(pending[1:]) == {2}
 
 
 def test_no_full_vocabulary_logits_for_the_prompt(target, monkeypatch):
     shapes = []
     handle = target.lm_head.register_forward_hook(lambda m, i, o: shapes.append(o.shape[1]))
-    draft = knowing(target, prompt(30), fixed(1))
+    draft = oracle_for(target, prompt(30), fixed(1))
     shapes.clear()
     greedy(target, prompt(30), assistant_model=draft)
     handle.remove()
     assert shapes[0] == 1 and max(shapes) <= 8
 
 
-def test_custom_generate_callable_carries_its_options(target):
+def test_custom_generate_callable_keeps_its_options(target):
     reference, stats = greedy(target, prompt()), []
     method = DFlashGenerate(oracle_draft(target, reference, all_right), block_size=4, stats=stats.append)
     assert greedy(target, prompt(), custom_generate=method).tolist() == reference.tolist()
@@ -515,7 +515,7 @@ def test_custom_generate_callable_carries_its_options(target):
         greedy(target, prompt(), custom_generate=method, assistant_model=method.draft)
 
 
-def test_tied_and_sampled_pairs_agree_over_many_seeds(target):
+def test_sampled_texts_match_over_many_seeds(target):
     for seed in range(6):
         assert_same(
             both(target, {"inputs": prompt(seed=seed)}, randomly(seed, 5), seed=seed, max_new_tokens=20, do_sample=True)

@@ -1,4 +1,4 @@
-"""A real grammar library: xgrammar's matcher is advanced by its processor and must see committed tokens only."""
+"""A real grammar library: xgrammar's processor advances its matcher, so it must only see committed tokens."""
 
 import json
 
@@ -12,7 +12,7 @@ from transformers import LogitsProcessorList
 xgrammar = pytest.importorskip("xgrammar")
 huggingface = pytest.importorskip("xgrammar.contrib.hf")
 
-#: One token per character that JSON of the schema below can hold; the rest of the target's ids mean nothing.
+#: One token per character that can occur in JSON of the schema below; the target's other ids are unused.
 CHARACTERS = [*'{}[]":, ', *"abcdefghijklmnopqrstuvwxyz", *"0123456789", "-", "."]
 EOS = 383
 SCHEMA = {
@@ -34,7 +34,7 @@ def grammar():
 @pytest.mark.parametrize(
     "pattern", [fixed(0), fixed(2), fixed(5), randomly(1, 5)], ids=["none", "two", "all", "random"]
 )
-def test_json_by_a_grammar(pattern, mode):
+def test_json_with_a_grammar(pattern, mode):
     target, compiled = FAMILIES["llama"].build(0), grammar()
     start = torch.tensor([[CHARACTERS.index(letter) for letter in "json:"]])
 

@@ -1,6 +1,6 @@
-"""Exporting drafts and using the exported folder: in a process that has only transformers, and in one with hf_dflash.
+"""Exporting drafts and using the exported folder, in a process with only transformers and in one with hf_dflash.
 
-Own embeddings and an own reduced head survive the way from their published layouts through an export and back.
+Own embeddings and an own reduced head survive the round trip from their published layouts.
 """
 
 import json
@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from huggingface_hub import ModelCard
 from safetensors.torch import save_file
 from tiny_drafts import tiny_draft
 from torch import nn
@@ -32,7 +33,7 @@ HIDDEN, VOCABULARY, BLOCK = 64, 128, 8
 
 
 def published_config(layout: str, draft: hf_dflash.DFlashDraftModel) -> dict:
-    """The `config.json` of a tiny draft as others would publish it."""
+    """Return the `config.json` of a tiny draft in a published layout."""
     names = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
     names += ("head_dim", "vocab_size", "max_position_embeddings", "rms_norm_eps", "rope_parameters")
     network = {name: getattr(draft.config, name) for name in names} | {"model_type": "qwen3"}
@@ -65,7 +66,7 @@ DRAFTS = {
 
 
 def publish(layout: str, folder: Path) -> Path:
-    """Writes a tiny draft in a published layout."""
+    """Write a tiny draft in a published layout."""
     draft = tiny_draft(**DRAFTS[layout])
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(published_config(layout, draft)))
@@ -79,7 +80,7 @@ def contents(folder: Path) -> set[str]:
 
 @torch.no_grad()
 def candidates(draft: hf_dflash.DFlashDraftModel) -> list[list[int]]:
-    """What a draft proposes on four rows of fixed random taps, with its own embeddings and head where it has them."""
+    """Return what a draft proposes on four rows of fixed random taps, with its own embeddings and head if any."""
     generator = torch.Generator().manual_seed(5)
     embedding, head = nn.Embedding(VOCABULARY, HIDDEN), nn.Linear(HIDDEN, VOCABULARY, bias=False)
     for module in (embedding, head):
@@ -95,7 +96,7 @@ def candidates(draft: hf_dflash.DFlashDraftModel) -> list[list[int]]:
 
 
 @pytest.mark.parametrize("layout", DRAFTS)
-def test_an_exported_draft_is_the_draft(tmp_path, layout: str):
+def test_an_exported_draft_equals_its_source(tmp_path, layout: str):
     source = publish(layout, tmp_path / "source")
     folder = export_draft(source, tmp_path / "out" / "draft", target="org/target")
     exported, original = load_draft(folder), load_draft(source)
@@ -107,17 +108,17 @@ def test_an_exported_draft_is_the_draft(tmp_path, layout: str):
     assert len({token for row in candidates(original) for token in row}) > 3
 
 
-def test_what_makes_a_draft_special_shows_in_its_candidates(tmp_path):
-    """Guards the comparison above: other embeddings, or another head, would have changed the candidates."""
-    for layout, part in (("modelopt", "embed_tokens"), ("speculators", "lm_head")):
+def test_own_embeddings_and_heads_affect_the_candidates(tmp_path):
+    """Guards the comparison above: other embeddings or another head would change the candidates."""
+    for layout, module in (("modelopt", "embed_tokens"), ("speculators", "lm_head")):
         draft = load_draft(publish(layout, tmp_path / layout))
         before = candidates(draft)
         with torch.no_grad():
-            getattr(draft, part).weight.mul_(-1)
+            getattr(draft, module).weight.mul_(-1)
         assert candidates(draft) != before
 
 
-def test_a_folder_has_everything_that_the_hub_needs(tmp_path):
+def test_an_exported_folder_is_complete(tmp_path):
     folder = export_draft(publish("z-lab", tmp_path / "source"), tmp_path / "draft", target="org/target")
     others = {"README.md", "config.json", "model.safetensors"}
     custom = {"custom_generate/generate.py", "custom_generate/requirements.txt"}
@@ -131,20 +132,79 @@ def test_a_folder_has_everything_that_the_hub_needs(tmp_path):
         "AutoConfig": "configuration_dflash.DFlashConfig",
         "AutoModel": "modeling_dflash.DFlashDraftModel",
     }
-    # What transformers' own loop reads stands at top level.
+    # transformers' own loop reads these at top level.
     assert (config["block_size"], config["mask_token_id"], config["target_layer_ids"]) == (8, 127, [0, 2])
     assert config["target_name_or_path"] == "org/target"
 
 
-def test_the_card_names_the_target_and_says_only_what_is_so(tmp_path):
+def test_the_card_names_the_target_and_claims_nothing_false(tmp_path):
     card = model_card(tiny_draft(target_name_or_path="org/target"))
     metadata = card.split("---")[1].splitlines()
     assert "base_model: org/target" in metadata and "library_name: transformers" in metadata
     assert 'speculation_type="dflash"' in card and "proposes 7 tokens" in card
-    # transformers' own loop knows neither a draft's embeddings, nor its head, nor a selector.
+    # transformers' own loop supports neither a draft's own embeddings, nor its own head, nor a selector.
     for options in ({"version": 2}, {"own_embeddings": True}, {"draft_vocab_size": 32}):
         card = model_card(tiny_draft(**options))
         assert "base_model" not in card and "speculation_type" not in card
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "/home/me/private/my-target",
+        "/home/me/private/my-target/",
+        "./private/my-target",
+        "../private/my-target",
+        "~/private/my-target",
+        "C:\\private\\my-target",
+        "private\\my-target",
+        "nested/private/my-target",
+        "my private/my-target",
+    ],
+)
+def test_the_card_keeps_a_local_path_to_itself(path: str):
+    card = model_card(tiny_draft(target_name_or_path=path))
+    assert "base_model" not in card and "private" not in card
+    assert "# DFlash draft for my-target\n" in card
+    assert 'from_pretrained("<path of my-target>")' in card
+
+
+def test_an_existing_folder_is_not_a_base_model(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    draft = tiny_draft(target_name_or_path="org/target")
+    assert ModelCard(model_card(draft)).data.base_model == "org/target"
+    (tmp_path / "org" / "target").mkdir(parents=True)
+    card = model_card(draft)
+    assert "base_model" not in card and "org/target" not in card and "# DFlash draft for target\n" in card
+
+
+@pytest.mark.parametrize("path", [".", "..", "~", "/", "C:\\"])
+def test_a_path_without_a_name_leaves_the_target_unnamed(path: str):
+    card = model_card(tiny_draft(target_name_or_path=path))
+    assert card == model_card(tiny_draft())
+    assert "# DFlash draft\n" in card and 'from_pretrained("<its target>")' in card
+
+
+@pytest.mark.parametrize("name", ["gpt2", "org/target", "org/Target-1.5_b", "123"])
+def test_the_metadata_of_a_card_is_valid(name: str):
+    card = ModelCard(model_card(tiny_draft(target_name_or_path=name)))
+    assert card.data.to_dict() == {
+        "base_model": name,
+        "library_name": "transformers",
+        "pipeline_tag": "text-generation",
+        "tags": ["dflash", "speculative-decoding", "custom_generate"],
+    }
+    assert card.text.lstrip().startswith(f"# DFlash draft for {name}\n")
+    assert f'AutoTokenizer.from_pretrained("{name}")' in card.text
+
+
+def test_the_command_asks_for_the_target_of_a_local_path(tmp_path):
+    source = publish("z-lab", tmp_path / "source")
+    for target, asks in ((str(tmp_path / "target"), True), ("org/target", False)):
+        folder = export_draft(source, tmp_path / "first", target=target, force=True)
+        result = CliRunner().invoke(app, ["export", str(folder), str(tmp_path / "second"), "--force"])
+        assert result.exit_code == 0, result.output
+        assert ("add --target" in result.output) == asks
 
 
 def test_a_checkpoint_that_names_its_target_keeps_it(tmp_path):
@@ -196,7 +256,7 @@ def test_a_failure_leaves_everything_as_it_was(tmp_path, monkeypatch, there_befo
     assert not there_before or "old.txt" in contents(draft)
 
 
-def test_the_command_writes_and_says_what_is_missing(tmp_path):
+def test_the_command_exports_and_reports_what_is_missing(tmp_path):
     source = publish("z-lab", tmp_path / "source")
     result = CliRunner().invoke(app, ["export", str(source), str(tmp_path / "draft"), "--dtype", "bfloat16"])
     assert result.exit_code == 0, result.output
@@ -208,7 +268,7 @@ def test_the_command_writes_and_says_what_is_missing(tmp_path):
 
 
 def test_push_to_hub_uploads_what_plain_transformers_needs(tmp_path, monkeypatch):
-    """No network: the three calls that talk to the Hub are replaced, everything else is transformers' own."""
+    """No network: the three calls to the Hub are replaced, everything else is transformers' own."""
     import huggingface_hub
     from huggingface_hub.errors import LocalEntryNotFoundError
     from transformers.utils import hub as transformers_hub
@@ -247,7 +307,7 @@ logging.set_verbosity_error()
 torch.set_num_threads(1)
 folder = sys.argv[1]
 torch.manual_seed(0)
-# Weights far larger than usual, so that the text is varied and a wrong rollback shows.
+# Weights far larger than usual, so that the text is varied and a wrong rollback is visible.
 sizes = dict(hidden_size=64, intermediate_size=128, num_hidden_layers=4, num_attention_heads=4, vocab_size=128)
 special = dict(eos_token_id=None, bos_token_id=None, pad_token_id=0)
 target = LlamaForCausalLM(LlamaConfig(**sizes, **special, initializer_range=0.3)).eval()
@@ -298,7 +358,7 @@ print(json.dumps(facts))
 """
 
 CUSTOM_GENERATE = """
-# Loaded before hf_dflash is there to be preferred: a class from the Hub's copy of the code.
+# Loaded before hf_dflash is imported and takes precedence: a class from the Hub's copy of the code.
 remote = AutoModel.from_pretrained(f"{folder}/first", trust_remote_code=True)
 facts["remote"] = type(remote).__module__.partition(".")[0]
 seen = []
@@ -327,7 +387,7 @@ print(json.dumps(facts))
 
 @pytest.fixture(scope="module")
 def exported(tmp_path_factory) -> Path:
-    """Three exported drafts, and the metadata of an installed hf-dflash, which transformers asks for."""
+    """Three exported drafts, and the metadata of an installed hf-dflash, which transformers checks."""
     folder = tmp_path_factory.mktemp("exported")
     export_draft(publish("z-lab", folder / "z-lab"), folder / "first")
     export_draft(publish("z-lab 2", folder / "z-lab 2"), folder / "second")
@@ -339,7 +399,7 @@ def exported(tmp_path_factory) -> Path:
 
 
 def run(script: str, folder: Path, *path: Path) -> dict:
-    """Runs a script in a new process that knows the given folders, and returns the facts that it prints."""
+    """Run a script in a new process with the given folders on its path, and return the facts that it prints."""
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, path)), "OMP_NUM_THREADS": "1"}
     environment |= {"HF_HOME": str(folder / "home"), "HF_HUB_OFFLINE": "1"}
     done = subprocess.run(
@@ -355,7 +415,7 @@ def test_plain_transformers_loads_it_and_its_own_loop_gives_the_same_text(export
     for name, kind in (("first", "DFlashDraftModel"), ("second", "DFlash2DraftModel"), ("sharded", "DFlashDraftModel")):
         assert facts[name]["equal"] and facts[name]["blocks"] > 3, name
         assert (facts[name]["class"], facts[name]["package"]) == (kind, "transformers_modules")
-    assert facts["again"], "a copy saved by plain transformers must load there, too"
+    assert facts["again"], "a copy saved by plain transformers must load there too"
     assert facts["float16"].startswith("DraftDtypeError") and facts["half"].startswith("DraftDtypeError")
     assert "hf-dflash" in facts["custom_generate"] and facts["custom_generate"].startswith("ImportError")
 
@@ -366,6 +426,6 @@ def test_custom_generate_runs_the_loop_of_hf_dflash(exported):
     assert facts["first"] and facts["second"] and facts["sampled"]
     assert facts["given"] and facts["by name"]
     assert facts["remote"] == "transformers_modules" and facts["adopted"]
-    assert facts["unknown"].startswith("ValueError: Which draft?")
-    # Every call but the refused one went through our loop, and drafted.
+    assert facts["unknown"].startswith("ValueError: No draft given")
+    # Every call but the rejected one went through our loop, and drafted.
     assert facts["calls"] == 6 and facts["rounds"] > 3

@@ -1,4 +1,4 @@
-"""Published layouts: recognized, read into the canonical form, or refused by name."""
+"""Published layouts: recognized, read into the canonical form, or rejected by name."""
 
 import copy
 import json
@@ -28,7 +28,7 @@ def fixture(name: str, **changes: Any) -> dict[str, Any]:
     return raw
 
 
-def refusal(raw: dict[str, Any], shapes: dict | None = None) -> str:
+def error_of(raw: dict[str, Any], shapes: dict | None = None) -> str:
     with pytest.raises(CheckpointError) as caught:
         to_canonical(raw, shapes)
     return str(caught.value)
@@ -134,7 +134,7 @@ def test_speculators_names_its_target_and_its_vocabulary():
     assert (config.draft_vocab_size, config.vocab_size) == (32000, 151936)
 
 
-# --- where a key may stand -------------------------------------------------------------------------------------------
+# --- where a key may be -------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("key", "nested", "top"), [("block_size", 8, 16), ("mask_token_id", 5, 6)])
@@ -145,7 +145,7 @@ def test_a_nested_key_wins_over_a_top_level_one_and_null_counts_as_absent(key, n
     assert getattr(to_canonical(both), key) == top
 
 
-def test_each_key_is_looked_up_for_itself():
+def test_each_key_is_looked_up_separately():
     raw = fixture("qwen3-8b-dflash-b16", nested__block_size=4, nested__mask_token_id=None, mask_token_id=9)
     config = to_canonical(raw)
     assert (config.block_size, config.mask_token_id) == (4, 9)
@@ -172,7 +172,7 @@ def test_without_a_list_layers_slide_from_max_window_layers_on():
     assert to_canonical(raw).layer_types == [F] * 5
 
 
-def test_a_window_that_no_layer_uses_is_left_out():
+def test_an_unused_window_is_dropped():
     assert to_canonical(fixture("qwen3-8b-dflash-b16", sliding_window=4096)).sliding_window is None
 
 
@@ -228,14 +228,14 @@ def test_theta_at_top_level_while_rope_parameters_holds_the_rest():
     assert to_canonical(raw).rope_parameters == {**raw["rope_parameters"], "rope_theta": 50000.0}
 
 
-def test_no_yarn_where_the_configuration_says_null():
+def test_no_yarn_if_the_configuration_says_null():
     assert to_canonical(fixture("qwen3-8b-dflash-b16")).rope_parameters == {
         "rope_type": "default",
         "rope_theta": 1000000,
     }
 
 
-def test_m_rope_keys_are_left_out():
+def test_m_rope_keys_are_dropped():
     raw = fixture("qwen3.5-4b-dflash")
     raw["rope_parameters"] |= {"mrope_section": [11, 11, 10], "mrope_interleaved": True, "partial_rotary_factor": 0.25}
     assert to_canonical(raw).rope_parameters == {"rope_type": "default", "rope_theta": 10000000}
@@ -244,7 +244,7 @@ def test_m_rope_keys_are_left_out():
 
 
 def test_a_missing_theta_names_every_place():
-    message = refusal(fixture("qwen3-8b-dflash-b16", rope_theta=None))
+    message = error_of(fixture("qwen3-8b-dflash-b16", rope_theta=None))
     assert "`rope_theta` is missing" in message
     assert "`rope_parameters.rope_theta` and `rope_scaling.rope_theta` and `rope_theta` (top level)" in message
 
@@ -254,21 +254,21 @@ def test_one_rope_for_all_layers():
     raw = fixture("qwen3.6-27b-dflash", rope_parameters={F: default, S: default})
     assert to_canonical(raw).rope_parameters == default
     raw["rope_parameters"][S] = other
-    assert "`rope_parameters` gives full_attention and sliding_attention layers different values" in refusal(raw)
+    assert "`rope_parameters` gives full_attention and sliding_attention layers different values" in error_of(raw)
     raw["layer_types"] = [S] * 5
     assert to_canonical(raw).rope_parameters == other
 
 
-def test_rope_options_that_are_not_known_are_refused():
-    message = refusal(fixture("kimi-k2.5-dflash", rope_scaling={"type": "yarn", "factor": 2.0, "twist": 3}))
-    assert "`rope_scaling.twist` (3) is a RoPE option that is not known here" in message
+def test_unknown_rope_options_are_rejected():
+    message = error_of(fixture("kimi-k2.5-dflash", rope_scaling={"type": "yarn", "factor": 2.0, "twist": 3}))
+    assert "`rope_scaling.twist` (3) is an unknown RoPE option" in message
     assert "`original_max_position_embeddings` is missing" in message
 
 
-def test_partly_turned_heads_are_refused_where_they_may_have_been_trained():
+def test_partial_rotation_is_rejected_if_the_draft_may_have_been_trained_with_it():
     raw = fixture("speculators-qwen3-8b-dflash")
     raw["transformer_layer_config"]["rope_parameters"]["partial_rotary_factor"] = 0.25
-    message = refusal(raw)
+    message = error_of(raw)
     assert "`transformer_layer_config.rope_parameters.partial_rotary_factor` is 0.25" in message
 
 
@@ -278,53 +278,53 @@ def test_partly_turned_heads_are_refused_where_they_may_have_been_trained():
 @pytest.mark.parametrize("key", ["block_size", "mask_token_id", "target_layer_ids"])
 def test_a_missing_key_names_both_places(key):
     raw = fixture("qwen3-8b-dflash-b16", **{key: None, f"nested__{key}": None})
-    message = refusal(raw)
-    assert f"`{key}` is missing: looked for it in `dflash_config.{key}` and `{key}` (top level)" in message
+    message = error_of(raw)
+    assert f"`{key}` is missing (looked in `dflash_config.{key}` and `{key}` (top level)" in message
 
 
 def test_a_wrong_value_names_its_place():
-    assert "found '16' (str) in `block_size` (top level)" in refusal(fixture("qwen3-8b-dflash-b16", block_size="16"))
-    assert "in `dflash_config.block_size`" in refusal(fixture("qwen3.5-4b-dflash", nested__block_size=1))
-    assert "in `dflash_config.target_layer_ids`" in refusal(
+    assert "found '16' (str) in `block_size` (top level)" in error_of(fixture("qwen3-8b-dflash-b16", block_size="16"))
+    assert "in `dflash_config.block_size`" in error_of(fixture("qwen3.5-4b-dflash", nested__block_size=1))
+    assert "in `dflash_config.target_layer_ids`" in error_of(
         fixture("qwen3.5-4b-dflash", nested__target_layer_ids=[1, 1])
     )
 
 
 def test_speculators_taps_are_named_by_their_own_key():
-    message = refusal(fixture("speculators-qwen3-8b-dflash", aux_hidden_state_layer_ids=None))
-    assert "`target_layer_ids` is missing: looked for it in `aux_hidden_state_layer_ids` (top level)" in message
-    # Id 0 is the embedding, which is no decoder layer's output.
-    message = refusal(fixture("speculators-qwen3-8b-dflash", aux_hidden_state_layer_ids=[0, 10]))
+    message = error_of(fixture("speculators-qwen3-8b-dflash", aux_hidden_state_layer_ids=None))
+    assert "`target_layer_ids` is missing (looked in `aux_hidden_state_layer_ids` (top level)" in message
+    # Id 0 is the embedding, not a decoder layer's output.
+    message = error_of(fixture("speculators-qwen3-8b-dflash", aux_hidden_state_layer_ids=[0, 10]))
     assert "found [-1, 9] in `aux_hidden_state_layer_ids` (top level), each minus 1" in message
 
 
 def test_a_window_is_looked_for_under_both_names():
-    message = refusal(fixture("qwen3.6-27b-dflash", sliding_window=None))
+    message = error_of(fixture("qwen3.6-27b-dflash", sliding_window=None))
     assert "`sliding_window` is missing" in message
     assert "`dflash_config.swa_window_size`" in message and "`sliding_window` (top level)" in message
 
 
-def test_taps_must_fit_the_inputs_of_fc():
-    message = refusal(fixture("qwen3-8b-dflash-b16"), {"fc.weight": (4096, 4 * 4096)})
+def test_taps_must_match_the_inputs_of_fc():
+    message = error_of(fixture("qwen3-8b-dflash-b16"), {"fc.weight": (4096, 4 * 4096)})
     assert "5 taps of width 4096 make 20480 inputs, but `fc.in_features` is 16384 (4 taps)" in message
-    message = refusal(fixture("qwen3-8b-dflash-b16"), {"fc.weight": (4096, 20000)})
-    assert "no whole number of taps" in message
+    message = error_of(fixture("qwen3-8b-dflash-b16"), {"fc.weight": (4096, 20000)})
+    assert "not a whole number of taps" in message
 
 
 def test_taps_beyond_the_targets_depth():
-    message = refusal(fixture("qwen3-8b-dflash-b16", nested__target_layer_ids=[1, 36]))
+    message = error_of(fixture("qwen3-8b-dflash-b16", nested__target_layer_ids=[1, 36]))
     assert "layers of a target with 36 layers, 0 to 35" in message
 
 
 @pytest.mark.parametrize("key", ["conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k"])
 def test_a_missing_dflash_2_key_is_named(key):
-    assert f"`{key}` is missing: looked for it in `dflash_config.{key}`" in refusal(
+    assert f"`{key}` is missing (looked in `dflash_config.{key}`" in error_of(
         fixture("qwen3.8-27b-dflash2", **{f"nested__{key}": None})
     )
 
 
 def test_selector_keys_without_the_dflash_2_architecture_are_not_ignored():
-    message = refusal(fixture("qwen3.8-27b-dflash2", architectures=["DFlashDraftModel"]))
+    message = error_of(fixture("qwen3.8-27b-dflash2", architectures=["DFlashDraftModel"]))
     assert "`selector_rank` must be null in a DFlash 1 draft" in message
 
 
@@ -338,19 +338,19 @@ def test_selector_keys_without_the_dflash_2_architecture_are_not_ignored():
         ("use_aux_hidden_state", False, "does not read the target's layers"),
         ("sample_from_anchor", True, "anchor's own position"),
         ("shift_label", True, "shifted by one"),
-        ("norm_before_fc", True, "norm in front of `fc`"),
+        ("norm_before_fc", True, "norm before `fc`"),
         ("logit_scale", 0.5, "logit scale"),
         ("quantization_config", {"quant_method": "gptq"}, "quantized draft weights"),
     ],
 )
 @pytest.mark.parametrize("name", ["qwen3-8b-dflash-b16", "speculators-qwen3-8b-dflash"])
-def test_options_that_cannot_be_honored_are_refused_by_name(name, key, value, meaning):
-    message = refusal({**fixture(name), key: value})
+def test_unsupported_options_are_rejected_by_name(name, key, value, meaning):
+    message = error_of({**fixture(name), key: value})
     assert f"`{key}` (top level) is {value!r}" in message and meaning in message
 
 
 @pytest.mark.parametrize("value", [None, False])
-def test_an_option_at_its_harmless_value_passes(value):
+def test_an_option_at_a_harmless_value_is_accepted(value):
     assert to_canonical(fixture("qwen3-8b-dflash-b16") | {"sample_from_anchor": value, "is_neox_style": True})
 
 
@@ -367,10 +367,10 @@ def test_an_option_at_its_harmless_value_passes(value):
         ("MiMo", fixture("qwen3-8b-dflash-b16", model_type="mimo_v2")),
     ],
 )
-def test_relatives_are_refused_by_name(family, raw):
+def test_relatives_are_rejected_by_name(family, raw):
     assert unsupported_family(raw) == family
     assert recognize(raw) is None
-    message = refusal(raw)
+    message = error_of(raw)
     assert message.startswith(f"This is a {family} draft") and "not supported yet" in message
 
 
@@ -384,10 +384,10 @@ def test_relatives_are_refused_by_name(family, raw):
         {},
     ],
 )
-def test_an_ordinary_model_is_no_draft(raw):
+def test_an_ordinary_model_is_not_a_draft(raw):
     assert recognize(raw) is None
-    message = refusal(raw)
-    assert "This is no DFlash draft" in message and "`dflash_config`" in message
+    message = error_of(raw)
+    assert "This is not a DFlash draft" in message and "`dflash_config`" in message
 
 
 @pytest.mark.parametrize(("key", "special"), [("eos_token_id", 151669), ("pad_token_id", [1, 151669])])
@@ -415,14 +415,14 @@ def test_tensor_names():
         None
     ] * 3
     assert [speculators.rename(name) for name in ("d2t", "lm_head.weight")] == ["d2t", "lm_head.weight"]
-    # Only speculators' own files have such tensors; elsewhere they are unexpected and must be reported.
+    # Only speculators' files have such tensors; in other layouts they are unexpected and must be reported.
     assert z_lab.rename("t2d") == "t2d"
     selector = "candidate_selector.predecessor_codebook"
     assert z_lab.rename(selector) == z_lab.rename(f"{selector}.weight") == selector
     assert z_lab.rename("rotary_emb.inv_freq") is None
 
 
-def test_own_embeddings_and_own_heads_are_seen_in_the_tensors():
+def test_own_embeddings_and_heads_are_detected_from_the_tensors():
     raw = fixture("qwen3-8b-dflash-b16")
     config = to_canonical(raw, {"embed_tokens.weight": (151936, 4096), "lm_head.weight": (151936, 4096)})
     assert config.own_embeddings and config.draft_vocab_size == 151936
@@ -430,18 +430,18 @@ def test_own_embeddings_and_own_heads_are_seen_in_the_tensors():
     assert not config.own_embeddings and config.draft_vocab_size is None
 
 
-def test_an_own_vocabulary_needs_an_own_head():
-    message = refusal(fixture("speculators-qwen3-8b-dflash"), {"norm.weight": (4096,)})
+def test_a_vocabulary_of_its_own_needs_a_head_of_its_own():
+    message = error_of(fixture("speculators-qwen3-8b-dflash"), {"norm.weight": (4096,)})
     assert "`draft_vocab_size` is 32000, but the checkpoint has no `lm_head.weight`" in message
 
 
-# --- anything at all -------------------------------------------------------------------------------------------------
+# --- arbitrary values -------------------------------------------------------------------------------------------------
 
 ODD_VALUES = (None, True, -1, 0, 1.5, "x", [], ["x"], [None], [[1]], {}, {"a": 1}, {F: 1})
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
-def test_whatever_a_key_holds_reading_ends_in_a_configuration_or_in_a_refusal(name):
+def test_any_value_of_any_key_gives_a_configuration_or_an_error(name):
     def outcome(raw: dict, shapes: dict | None) -> bool:
         try:
             return isinstance(to_canonical(raw, shapes), DFlashConfig)
@@ -460,9 +460,9 @@ def test_whatever_a_key_holds_reading_ends_in_a_configuration_or_in_a_refusal(na
 
 def test_an_unknown_key_of_dflash_config_is_a_warning():
     _, reading = read(fixture("qwen3-8b-dflash-b16", nested__twist=3, nested__nothing=None))
-    assert reading.warnings == ["`dflash_config.twist` (3) is not known here and is left out."]
+    assert reading.warnings == ["`dflash_config.twist` (3) is unknown and is ignored."]
 
 
-def test_an_unknown_projector_is_refused():
-    message = refusal(fixture("qwen3-8b-dflash-b16", nested__projector_type="newer"))
-    assert "`dflash_config.projector_type` is 'newer'" in message and "not known here" in message
+def test_an_unknown_projector_is_rejected():
+    message = error_of(fixture("qwen3-8b-dflash-b16", nested__projector_type="newer"))
+    assert "`dflash_config.projector_type` is 'newer'" in message and "an unknown kind of draft" in message

@@ -1,4 +1,4 @@
-"""Loading drafts: every layout, every way a checkpoint can be broken, dtypes, adoption, pairing."""
+"""Loading drafts: every layout, every kind of broken checkpoint, dtypes, adoption, pairing."""
 
 import json
 import subprocess
@@ -28,7 +28,7 @@ from hf_dflash.draft.loading import (
 from hf_dflash.draft.modeling_dflash import DFlash2DraftModel, DFlashDraftModel
 from hf_dflash.target.target import Target
 
-# What a checkpoint can say of its target besides the network's own values, or does not say at all.
+# Values about the target or the file, not the network; a layout may not have them.
 ABOUT_THE_CHECKPOINT = {
     "_name_or_path",
     "dtype",
@@ -40,7 +40,7 @@ ABOUT_THE_CHECKPOINT = {
 }
 
 
-def refusal(folder: Path, **options) -> str:
+def error_of(folder: Path, **options) -> str:
     with pytest.raises(CheckpointError) as caught:
         load_draft(folder, **options)
     return str(caught.value)
@@ -64,12 +64,12 @@ def forward(draft: DFlashDraftModel) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("layout", PUBLISHED)
-def test_every_layout_loads_as_it_was_published(tmp_path, layout):
+def test_every_layout_loads_as_published(tmp_path, layout):
     published = publish(tmp_path, layout)
     draft = load_draft(tmp_path)
     assert_same_weights(draft, published)
     mine, others = draft.config.to_dict(), published.config.to_dict()
-    # Muse's configuration has no vocabulary.
+    # Muse's configuration has no vocabulary size.
     ignored = ABOUT_THE_CHECKPOINT | ({"vocab_size"} if layout == "muse" else set())
     assert {key: value for key, value in mine.items() if key not in ignored} == {
         key: value for key, value in others.items() if key not in ignored
@@ -79,14 +79,14 @@ def test_every_layout_loads_as_it_was_published(tmp_path, layout):
     assert torch.equal(forward(draft), forward(published))
 
 
-def test_from_pretrained_takes_every_layout_too(tmp_path):
+def test_from_pretrained_also_loads_every_layout(tmp_path):
     published = publish(tmp_path, "muse")
     draft = DFlashDraftModel.from_pretrained(tmp_path, attn_implementation="eager", torch_dtype=torch.float32)
     assert draft.dtype == torch.float32 and draft.config._attn_implementation == "eager"
     assert_same_weights(draft.to(torch.bfloat16), published)
 
 
-def test_loading_info_comes_beside_the_draft_as_in_transformers(tmp_path):
+def test_loading_info_is_returned_as_in_transformers(tmp_path):
     publish(tmp_path)
     draft, info = DFlashDraftModel.from_pretrained(tmp_path, output_loading_info=True)
     assert draft.name_or_path == str(tmp_path)
@@ -105,7 +105,7 @@ def test_device_map(tmp_path):
         assert_same_weights(load_draft(tmp_path, device_map=device_map), published)
 
 
-def test_a_saved_draft_loads_again_also_over_its_own_files(tmp_path):
+def test_a_draft_saved_over_its_own_files_loads_again(tmp_path):
     published = publish(tmp_path, "speculators")
     draft = load_draft(tmp_path)
     draft.save_pretrained(tmp_path)
@@ -124,7 +124,7 @@ def test_own_vocabulary_gives_target_ids(tmp_path):
     assert set(proposed.flatten().tolist()) <= ids and proposed.max() >= 32
 
 
-def test_an_own_head_for_the_whole_vocabulary_needs_no_mapping(tmp_path):
+def test_a_head_of_its_own_for_the_full_vocabulary_needs_no_mapping(tmp_path):
     draft = tiny_draft(draft_vocab_size=128)
     draft.d2t.zero_()
     publish(tmp_path, draft=draft, edit_tensors=lambda tensors: tensors.pop("d2t"))
@@ -134,7 +134,7 @@ def test_an_own_head_for_the_whole_vocabulary_needs_no_mapping(tmp_path):
     assert torch.equal(loaded.propose(hidden, torch.zeros(1, dtype=torch.long), head=nn.Identity()), expected)
 
 
-def test_a_smaller_block_can_be_asked_for(tmp_path):
+def test_a_smaller_block_can_be_requested(tmp_path):
     publish(tmp_path)
     assert load_draft(tmp_path, block_size=4).config.block_size == 4
     with pytest.raises(UnsupportedOptionError, match="from 2 to 8, found 9"):
@@ -147,7 +147,7 @@ def test_a_special_mask_token_is_a_warning(tmp_path):
         load_draft(tmp_path)
 
 
-def test_a_sound_checkpoint_loads_without_a_warning(tmp_path):
+def test_a_valid_checkpoint_loads_without_a_warning(tmp_path):
     publish(tmp_path)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -158,7 +158,7 @@ def test_a_sound_checkpoint_loads_without_a_warning(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("stored", "said", "asked", "expected"),
+    ("stored", "configured", "requested", "expected"),
     [
         (torch.bfloat16, None, None, torch.bfloat16),
         (torch.float32, None, None, torch.float32),
@@ -169,34 +169,34 @@ def test_a_sound_checkpoint_loads_without_a_warning(tmp_path):
         (torch.float16, None, torch.float32, torch.float32),
     ],
 )
-def test_dtype_is_the_one_asked_for_then_the_configurations_then_the_stored_one(
-    tmp_path, stored, said, asked, expected
+def test_dtype_is_the_requested_one_then_the_configurations_then_the_stored_one(
+    tmp_path, stored, configured, requested, expected
 ):
-    publish(tmp_path, dtype=stored, edit=lambda raw: raw.update(torch_dtype=said))
-    draft = load_draft(tmp_path, dtype=asked)
+    publish(tmp_path, dtype=stored, edit=lambda raw: raw.update(torch_dtype=configured))
+    draft = load_draft(tmp_path, dtype=requested)
     assert {weight.dtype for weight in draft.parameters()} == {expected}
     assert draft.rotary_emb.inv_freq.dtype == torch.float32
 
 
 @pytest.mark.parametrize(
-    ("stored", "said", "asked", "source"),
+    ("stored", "configured", "requested", "source"),
     [
-        (torch.bfloat16, "bfloat16", torch.float16, "was asked for"),
-        (torch.bfloat16, "bfloat16", "float16", "was asked for"),
-        (torch.bfloat16, "float16", None, "is what the checkpoint is in"),
-        (torch.float16, None, None, "is what the checkpoint is in"),
+        (torch.bfloat16, "bfloat16", torch.float16, "was requested"),
+        (torch.bfloat16, "bfloat16", "float16", "was requested"),
+        (torch.bfloat16, "float16", None, "is the checkpoint's dtype"),
+        (torch.float16, None, None, "is the checkpoint's dtype"),
     ],
 )
-def test_float16_is_refused_with_the_reason(tmp_path, stored, said, asked, source):
-    publish(tmp_path, dtype=stored, edit=lambda raw: raw.update(torch_dtype=said))
+def test_float16_is_rejected_with_the_reason(tmp_path, stored, configured, requested, source):
+    publish(tmp_path, dtype=stored, edit=lambda raw: raw.update(torch_dtype=configured))
     for load in (load_draft, DFlashDraftModel.from_pretrained):
         with pytest.raises(DraftDtypeError) as caught:
-            load(tmp_path, dtype=asked)
+            load(tmp_path, dtype=requested)
         assert f"float16 {source}" in str(caught.value)
         assert "outliers" in str(caught.value) and "torch.bfloat16" in str(caught.value)
 
 
-def test_a_dtype_that_is_none_is_refused(tmp_path):
+def test_an_invalid_dtype_is_rejected(tmp_path):
     publish(tmp_path)
     for dtype in (torch.int8, "bfloat17"):
         with pytest.raises(DraftDtypeError, match="a draft runs in bfloat16 or float32"):
@@ -210,7 +210,7 @@ def test_missing_tensors_are_listed(tmp_path):
     publish(
         tmp_path, edit_tensors=lambda tensors: [tensors.pop(name) for name in ("norm.weight", "hidden_norm.weight")]
     )
-    message = refusal(tmp_path)
+    message = error_of(tmp_path)
     assert "2 tensors are missing: hidden_norm.weight, norm.weight." in message
     assert str(tmp_path) in message
 
@@ -218,112 +218,112 @@ def test_missing_tensors_are_listed(tmp_path):
 def test_unexpected_tensors_are_listed_ten_at_most_and_a_count(tmp_path):
     extra = {f"extra.{index:02d}": torch.zeros(1) for index in range(13)}
     publish(tmp_path, edit_tensors=lambda tensors: tensors.update(extra))
-    message = refusal(tmp_path)
+    message = error_of(tmp_path)
     assert "13 tensors are unexpected" in message
     assert "extra.09 and 3 more" in message and "extra.10" not in message
 
 
 def test_misshaped_tensors_are_listed_with_both_shapes(tmp_path):
     publish(tmp_path, edit_tensors=lambda tensors: tensors.update({"norm.weight": torch.ones(32)}))
-    assert "1 tensor is of another shape" in refusal(tmp_path)
-    assert "norm.weight (32,) instead of (64,)" in refusal(tmp_path)
+    assert "1 tensor is of the wrong shape" in error_of(tmp_path)
+    assert "norm.weight (32,) instead of (64,)" in error_of(tmp_path)
 
 
-def test_tensors_that_only_another_layout_has_no_use_for_are_unexpected(tmp_path):
+def test_tensors_that_are_unused_only_in_another_layout_are_unexpected(tmp_path):
     publish(tmp_path, edit_tensors=lambda tensors: tensors.update(t2d=torch.ones(128)))
-    assert "1 tensor is unexpected (the network has no place for them): t2d." in refusal(tmp_path)
+    assert "1 tensor is unexpected (not part of the network): t2d." in error_of(tmp_path)
 
 
 def test_all_problems_are_listed_at_once(tmp_path):
     publish(tmp_path, edit=lambda raw: raw.update(block_size=1, rope_theta=None))
-    message = refusal(tmp_path)
+    message = error_of(tmp_path)
     assert "2 problems:" in message and "`block_size`" in message and "`rope_theta`" in message
 
 
-def test_a_second_tensor_of_the_same_name_is_refused(tmp_path):
+def test_a_second_tensor_of_the_same_name_is_rejected(tmp_path):
     name = "candidate_selector.successor_codebook"
     publish(tmp_path, "dflash2", edit_tensors=lambda tensors: tensors.update({f"{name}.weight": tensors[name].clone()}))
-    assert f"Two tensors of the checkpoint are `{name}`" in refusal(tmp_path)
+    assert f"Two tensors of the checkpoint map to `{name}`" in error_of(tmp_path)
 
 
 def test_taps_that_do_not_fit_fc(tmp_path):
     publish(tmp_path, edit=lambda raw: raw["dflash_config"].update(target_layer_ids=[0, 1, 2]))
-    assert "3 taps of width 64 make 192 inputs, but `fc.in_features` is 128 (2 taps)" in refusal(tmp_path)
+    assert "3 taps of width 64 make 192 inputs, but `fc.in_features` is 128 (2 taps)" in error_of(tmp_path)
 
 
 def test_truncated_safetensors(tmp_path):
     publish(tmp_path)
     path = tmp_path / "model.safetensors"
     path.write_bytes(path.read_bytes()[:-100])
-    message = refusal(tmp_path)
-    assert "model.safetensors cannot be read as safetensors" in message and "truncated or damaged" in message
+    message = error_of(tmp_path)
+    assert "model.safetensors cannot be read as safetensors" in message and "truncated or corrupted" in message
     path.write_bytes(b"not safetensors")
-    assert "cannot be read as safetensors" in refusal(tmp_path)
+    assert "cannot be read as safetensors" in error_of(tmp_path)
 
 
 def test_a_truncated_shard_and_a_missing_one(tmp_path):
     publish(tmp_path, shards=3)
     second = tmp_path / "model-00002-of-00003.safetensors"
     second.write_bytes(second.read_bytes()[:-10])
-    assert "model-00002-of-00003.safetensors cannot be read" in refusal(tmp_path)
+    assert "model-00002-of-00003.safetensors cannot be read" in error_of(tmp_path)
     second.unlink()
-    message = refusal(tmp_path)
-    assert "lists files that are not there: model-00002-of-00003.safetensors" in message
+    message = error_of(tmp_path)
+    assert "lists missing files: model-00002-of-00003.safetensors" in message
 
 
-def test_a_damaged_index(tmp_path):
+def test_a_corrupted_index(tmp_path):
     publish(tmp_path, shards=2)
     (tmp_path / "model.safetensors.index.json").write_text("{}")
-    assert "model.safetensors.index.json is not a valid index" in refusal(tmp_path)
+    assert "model.safetensors.index.json is not a valid index" in error_of(tmp_path)
 
 
-def test_pickled_weights_are_refused(tmp_path):
+def test_pickled_weights_are_rejected(tmp_path):
     publish(tmp_path)
     (tmp_path / "model.safetensors").rename(tmp_path / "pytorch_model.bin")
-    message = refusal(tmp_path)
-    assert "only there in pickled form (pytorch_model.bin)" in message and "Only safetensors are read" in message
+    message = error_of(tmp_path)
+    assert "only available as pickles (pytorch_model.bin)" in message and "Only safetensors are supported" in message
 
 
-def test_weights_may_not_be_missing(tmp_path):
+def test_weights_must_not_be_missing(tmp_path):
     publish(tmp_path)
     (tmp_path / "model.safetensors").unlink()
-    assert "model.safetensors is missing" in refusal(tmp_path)
+    assert "model.safetensors is missing" in error_of(tmp_path)
 
 
 def test_the_configuration_must_be_readable(tmp_path):
     publish(tmp_path)
     (tmp_path / "config.json").write_text("{")
-    assert "not valid JSON" in refusal(tmp_path)
+    assert "not valid JSON" in error_of(tmp_path)
     (tmp_path / "config.json").write_text("[1]")
-    assert "holds a list, not a configuration" in refusal(tmp_path)
+    assert "contains a list, not a configuration" in error_of(tmp_path)
     (tmp_path / "config.json").unlink()
-    assert "has no config.json" in refusal(tmp_path)
-    assert "is not a folder" in refusal(tmp_path / "model.safetensors")
+    assert "has no config.json" in error_of(tmp_path)
+    assert "is not a folder" in error_of(tmp_path / "model.safetensors")
 
 
-def test_an_ordinary_model_is_no_draft(tmp_path):
+def test_an_ordinary_model_is_not_a_draft(tmp_path):
     LlamaConfig().save_pretrained(tmp_path)
-    assert "This is no DFlash draft (llama" in refusal(tmp_path)
+    assert "This is not a DFlash draft (llama" in error_of(tmp_path)
     assert not is_draft_checkpoint(tmp_path)
 
 
-def test_a_separate_mask_embedding_is_refused(tmp_path):
+def test_a_separate_mask_embedding_is_rejected(tmp_path):
     publish(tmp_path)
     (tmp_path / "mask_embedding.pt").write_bytes(b"")
-    assert "this is a MiMo draft" in refusal(tmp_path)
+    assert "this is a MiMo draft" in error_of(tmp_path)
 
 
 @pytest.mark.parametrize(
-    ("offsets", "said"),
+    ("offsets", "message"),
     [
         (torch.arange(32) + 100, "maps 18 draft tokens outside the target's vocabulary of 128"),
-        (-torch.arange(32), "31 onto ids that others have"),
+        (-torch.arange(32), "31 onto ids already taken"),
     ],
 )
-def test_a_mapping_that_leaves_the_vocabulary_is_refused(tmp_path, offsets, said):
+def test_an_invalid_mapping_is_rejected(tmp_path, offsets, message):
     publish(tmp_path, "speculators", edit_tensors=lambda tensors: tensors.update(d2t=offsets))
-    message = refusal(tmp_path)
-    assert said in message and "it must hold offsets" in message.lower()
+    raised = error_of(tmp_path)
+    assert message in raised and "it must hold offsets" in raised.lower()
 
 
 # --- the Hub ---------------------------------------------------------------------------------------------------------
@@ -334,59 +334,59 @@ COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
 @pytest.fixture
 def hub(tmp_path, monkeypatch):
-    """A stand-in for the Hub with one repository, `some/draft`; returns what was asked for."""
+    """A fake Hub with one repository, `some/draft`; returns its folder and the requests."""
     folder = tmp_path / "snapshots" / COMMIT
     publish(folder, shards=2)
-    asked = []
+    requests = []
 
     def download(repo, filename, **options):
-        asked.append((repo, filename, options))
+        requests.append((repo, filename, options))
         if not (folder / filename).is_file():
             raise EntryNotFoundError(filename)
         return str(folder / filename)
 
     monkeypatch.setattr(checkpoint, "hf_hub_download", download)
     monkeypatch.setattr(checkpoint, "list_repo_files", lambda repo, **options: [path.name for path in folder.iterdir()])
-    return folder, asked
+    return folder, requests
 
 
 def test_a_draft_from_the_hub_comes_from_one_commit(hub):
-    _, asked = hub
+    _, requests = hub
     draft = load_draft("some/draft", revision="main", token="secret", cache_dir="cache")
     assert draft.name_or_path == "some/draft"
-    assert {(repo, options["token"], options["cache_dir"]) for repo, _, options in asked} == {
+    assert {(repo, options["token"], options["cache_dir"]) for repo, _, options in requests} == {
         ("some/draft", "secret", "cache")
     }
-    assert asked[0][1:] == ("config.json", {"revision": "main", "token": "secret", "cache_dir": "cache"})
-    assert {options["revision"] for _, _, options in asked[1:]} == {COMMIT}
+    assert requests[0][1:] == ("config.json", {"revision": "main", "token": "secret", "cache_dir": "cache"})
+    assert {options["revision"] for _, _, options in requests[1:]} == {COMMIT}
 
 
-def test_pickled_weights_on_the_hub_are_refused(hub):
+def test_pickled_weights_on_the_hub_are_rejected(hub):
     folder, _ = hub
     for path in folder.glob("model*"):
         path.unlink()
     (folder / "pytorch_model.bin").write_bytes(b"")
-    assert "only there in pickled form (pytorch_model.bin)" in refusal("some/draft")
+    assert "only available as pickles (pytorch_model.bin)" in error_of("some/draft")
 
 
-def test_a_repository_that_cannot_be_reached(monkeypatch):
+def test_an_unreachable_repository(monkeypatch):
     def offline(*_, **__):
         raise OSError("no network")
 
     monkeypatch.setattr(checkpoint, "hf_hub_download", offline)
-    message = refusal("some/draft")
-    assert "neither a folder here nor a repository that can be reached" in message and "no network" in message
+    message = error_of("some/draft")
+    assert "neither a local folder nor a reachable Hub repository" in message and "no network" in message
     assert not is_draft_checkpoint("some/draft")
 
     def not_cached(*_, **__):
         raise LocalEntryNotFoundError("not in the cache")
 
     monkeypatch.setattr(checkpoint, "hf_hub_download", not_cached)
-    assert "some/draft has no config.json" in refusal("some/draft")
+    assert "some/draft has no config.json" in error_of("some/draft")
 
 
 def test_a_name_that_is_neither_folder_nor_repository():
-    assert "neither a folder here nor a repository" in refusal("no such/folder/at all")
+    assert "neither a local folder nor a reachable Hub repository" in error_of("no such/folder/at all")
 
 
 # --- memory ----------------------------------------------------------------------------------------------------------
@@ -410,9 +410,9 @@ print(peak() - before)
 """
 
 
-@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="peak memory of a process is read from /proc")
-def test_weights_are_held_in_memory_once(tmp_path):
-    """Loading and reading every weight takes at most 1.2 times the file, measured in a process of its own."""
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="peak memory is read from /proc")
+def test_weights_are_in_memory_once(tmp_path):
+    """Loading and reading every weight takes at most 1.2 times the file size, measured in a separate process."""
     config = tiny_config(vocab_size=2**14, own_embeddings=True, hidden_size=2048)
     with torch.device("meta"):
         shapes = {name: tensor.shape for name, tensor in DFlashDraftModel(config).state_dict().items()}
@@ -433,11 +433,11 @@ def test_weights_are_held_in_memory_once(tmp_path):
 
 
 def authors_draft(folder: Path, version: int) -> nn.Module:
-    """A draft that z-lab's own code has loaded."""
+    """A draft loaded by z-lab's own code."""
     reference = pytest.importorskip("dflash.model")
     layout = "dflash2" if version == 2 else "z-lab"
     publish(folder, layout, edit=lambda raw: raw.update(use_sliding_window=True))
-    # Both directions of attention are theirs to work out; ours must come to the same.
+    # Each side derives the causality of its layers itself; ours must come to the same result.
     cls = reference.DFlash2DraftModel if version == 2 else reference.DFlashDraftModel
     return cls.from_pretrained(folder, dtype=torch.bfloat16)
 
@@ -470,23 +470,23 @@ def test_transformers_muse_assistant_is_adopted(tmp_path):
     assert torch.equal(forward(draft), forward(load_draft(tmp_path)))
 
 
-def test_our_own_draft_is_returned_as_it_is():
+def test_our_own_draft_is_returned_as_is():
     draft = tiny_draft()
     assert is_draft(draft) and adopt_draft(draft) is draft
 
 
-def test_other_objects_are_no_drafts():
+def test_other_objects_are_not_drafts():
     sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "vocab_size": 32}
     ordinary = LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=2, num_key_value_heads=2))
     for candidate in (ordinary, nn.Linear(2, 2), None, "a/name", tiny_config()):
         assert not is_draft(candidate)
-    with pytest.raises(CheckpointError, match="This is no DFlash draft"):
+    with pytest.raises(CheckpointError, match="This is not a DFlash draft"):
         adopt_draft(ordinary)
-    with pytest.raises(CheckpointError, match="A Linear is no DFlash draft"):
+    with pytest.raises(CheckpointError, match="A Linear is not a DFlash draft"):
         adopt_draft(nn.Linear(2, 2))
 
 
-def test_a_relative_is_a_draft_that_is_refused_by_name(tmp_path):
+def test_a_relative_is_a_draft_that_is_rejected_by_name(tmp_path):
     foreign = authors_draft(tmp_path, 1)
     foreign.config.dflash_config["projector_type"] = "domino"
     assert is_draft(foreign)
@@ -494,19 +494,19 @@ def test_a_relative_is_a_draft_that_is_refused_by_name(tmp_path):
         adopt_draft(foreign)
 
 
-def test_a_foreign_draft_in_float16_is_refused(tmp_path):
+def test_a_foreign_draft_in_float16_is_rejected(tmp_path):
     with pytest.raises(DraftDtypeError, match="outliers"):
         adopt_draft(authors_draft(tmp_path, 1).half())
 
 
-def test_a_foreign_draft_without_taps_is_refused(tmp_path):
+def test_a_foreign_draft_without_taps_is_rejected(tmp_path):
     foreign = authors_draft(tmp_path, 1)
     del foreign.config.dflash_config["target_layer_ids"]
     with pytest.raises(CheckpointError, match="`target_layer_ids` is missing"):
         adopt_draft(foreign)
 
 
-def test_a_folder_is_told_from_others_by_its_configuration(tmp_path):
+def test_a_draft_folder_is_recognized_by_its_configuration(tmp_path):
     publish(tmp_path / "draft")
     publish(tmp_path / "relative", edit=lambda raw: raw["dflash_config"].update(projector_type="domino"))
     (tmp_path / "empty").mkdir()
@@ -528,14 +528,14 @@ def named_config(**overrides) -> DFlashConfig:
     return config
 
 
-def test_a_pair_that_belongs_together_passes():
+def test_a_matching_pair_passes():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         check_pairing(named_config(), facts(special_ids={"eos_token_id": [2, 3], "pad_token_id": None}))
 
 
 @pytest.mark.parametrize(
-    ("changes", "said"),
+    ("changes", "problem"),
     [
         ({"hidden_size": 32}, "the/draft reads hidden states of size 64, those of the/target have size 32"),
         ({"vocab_size": 256}, "the/draft was trained on a vocabulary of 128, the/target has one of 256"),
@@ -544,27 +544,27 @@ def test_a_pair_that_belongs_together_passes():
         ({"num_embeddings": 127}, "The mask token of the/draft is 127, but the/target embeds 127 tokens, 0 to 126"),
     ],
 )
-def test_a_mismatch_names_both_sides_and_their_numbers(changes, said):
+def test_a_mismatch_names_both_sides_and_their_values(changes, problem):
     with pytest.raises(PairingError) as caught:
         check_pairing(named_config(), facts(**changes))
     message = str(caught.value)
-    assert said in message
-    assert message.startswith("The draft the/draft and the target the/target do not belong together")
-    assert message.endswith("Use the draft that was trained for this very target.")
+    assert problem in message
+    assert message.startswith("The draft the/draft and the target the/target do not match")
+    assert message.endswith("Use a draft that was trained for this target.")
 
 
-def test_every_mismatch_is_named_and_so_is_the_target_it_was_made_for():
+def test_every_mismatch_is_named_and_so_is_the_target_it_was_trained_for():
     with pytest.raises(PairingError) as caught:
         check_pairing(
             named_config(target_name_or_path="its/own"), facts(hidden_size=32, vocab_size=7, num_embeddings=7)
         )
     message = str(caught.value)
-    assert "size 32" in message and "one of 7" in message and "It was made for its/own." in message
+    assert "size 32" in message and "one of 7" in message and "The draft was trained for its/own." in message
 
 
-def test_a_draft_of_another_width_must_bring_embeddings_and_head():
+def test_a_draft_of_another_width_needs_embeddings_and_head():
     reads = {"target_hidden_size": 32}
-    with pytest.raises(PairingError, match="works at hidden size 64 without embeddings and head of its own"):
+    with pytest.raises(PairingError, match="has hidden size 64 and no embeddings and head of its own"):
         check_pairing(named_config(**reads), facts(hidden_size=32))
     check_pairing(named_config(**reads, own_embeddings=True, draft_vocab_size=16), facts(hidden_size=32))
 
@@ -574,7 +574,7 @@ def test_a_special_mask_token_of_the_target_is_a_warning():
         check_pairing(named_config(), facts(special_ids={"eos_token_id": 127}))
 
 
-def test_a_loaded_target_is_held_against_the_draft():
+def test_a_loaded_target_is_checked_against_the_draft():
     sizes = {"hidden_size": 64, "intermediate_size": 64, "vocab_size": 128, "num_hidden_layers": 6}
     model = LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=4, num_key_value_heads=2, pad_token_id=0))
     target = Target(model)

@@ -1,4 +1,4 @@
-"""Exactness: family x acceptance pattern x option, against plain generate, with oracle drafts in float32."""
+"""Exactness against plain generate: family x acceptance pattern x option, with oracle drafts in float32."""
 
 import pytest
 import torch
@@ -13,7 +13,7 @@ _built: dict[str, torch.nn.Module] = {}
 
 
 def target_of(name: str):
-    """A family's target, built once for this module."""
+    """Return a family's target, built once for this module."""
     if name not in _built:
         _built[name] = FAMILIES[name].build(0)
     return _built[name]
@@ -32,7 +32,7 @@ def test_every_family_and_acceptance_pattern(family, pattern, mode):
     assert_varied(pair.plain, NEW)
     assert_same(pair)
     if pattern.startswith("fixed"):
-        # All rounds but the last, which the maximal length cuts, accept what the pattern says.
+        # All rounds accept what the pattern says, except the last, which the maximum length may cut.
         assert set(pair.statistics.accepted[:-1]) == {int(pattern[-1])}
 
 
@@ -42,7 +42,7 @@ def test_there_are_at_least_ten_families():
 
 @pytest.mark.parametrize("new_tokens", [1, 2, 3, BLOCK, BLOCK + 1, 2 * BLOCK])
 @pytest.mark.parametrize("pattern", ["none", "all", "random"])
-def test_never_a_token_more_than_max_new_tokens(llama, new_tokens, pattern):
+def test_never_more_than_max_new_tokens(llama, new_tokens, pattern):
     pair = both(llama, {"inputs": prompt()}, PATTERNS[pattern], max_new_tokens=new_tokens, do_sample=False)
     assert pair.ours.shape[1] == 9 + new_tokens
     assert_same(pair)
@@ -89,7 +89,7 @@ def test_the_same_seed_gives_the_same_sampled_text(llama, option, seed):
 
 
 def test_sampled_texts_of_two_seeds_differ(llama):
-    """The control of the test above: a text that did not depend on the seed would pass it."""
+    """Control for the test above, which a text independent of the seed would pass."""
     texts = []
     for seed in (0, 1):
         torch.manual_seed(seed)
@@ -97,7 +97,7 @@ def test_sampled_texts_of_two_seeds_differ(llama):
     assert texts[0] != texts[1]
 
 
-def test_the_random_state_afterward_is_plain_generates(llama):
+def test_the_random_state_afterward_is_that_of_plain_generate(llama):
     torch.manual_seed(5)
     reference = llama.generate(prompt(), max_new_tokens=NEW, do_sample=True)
     state = torch.random.get_rng_state()
@@ -134,8 +134,9 @@ def test_watermarks(llama, kind):
 
 
 class Automaton(LogitsProcessor):
-    """A grammar with a state: tokens must follow a cycle of four classes. It moves on the last token of every call, so
-    a rejected token shown to it, or a call too many, would derail it."""
+    """A stateful grammar: tokens must follow a cycle of four classes. Each call advances it, so seeing a rejected token
+    or an extra call would break it.
+    """
 
     def __init__(self):
         self.state, self.calls = 0, []
@@ -143,7 +144,7 @@ class Automaton(LogitsProcessor):
     def __call__(self, input_ids, scores):
         self.calls.append(input_ids[0].tolist())
         if len(self.calls) > 1:
-            assert int(input_ids[0, -1]) % 4 == self.state, "shown a token that the grammar does not allow"
+            assert int(input_ids[0, -1]) % 4 == self.state, "called with a token that the grammar does not allow"
             self.state = (self.state + 1) % 4
         allowed = torch.arange(scores.shape[-1]) % 4 == self.state
         return scores.masked_fill(~allowed, float("-inf"))
@@ -168,8 +169,8 @@ def test_a_stateful_processor_sees_the_same_calls_in_the_same_order(llama, patte
 
 @pytest.mark.parametrize("pattern", ["none", "fixed1", "fixed3", "all", "random"])
 @pytest.mark.parametrize("several", [False, True], ids=["one eos", "several eos"])
-def test_eos_at_every_place_of_a_block(llama, pattern, several):
-    """Each of the first 14 tokens of the reference in turn is the end of sequence, so it falls on every place of a
+def test_eos_at_every_position_of_a_block(llama, pattern, several):
+    """Each of the first 14 tokens of the reference in turn is the EOS token, so it falls on every position of a
     block.
     """
     plain = llama.generate(prompt(), max_new_tokens=14, do_sample=False)[0]
@@ -183,19 +184,19 @@ def test_eos_at_every_place_of_a_block(llama, pattern, several):
 
 
 class AfterTokens(StoppingCriteria):
-    """Stops at a length, and keeps what it was asked with."""
+    """Stops at a length and records its calls."""
 
     def __init__(self, length):
-        self.length, self.asked = length, []
+        self.length, self.calls = length, []
 
     def __call__(self, input_ids, scores, **kwargs):
-        self.asked.append((input_ids[0].tolist(), None if scores is None else len(scores)))
+        self.calls.append((input_ids[0].tolist(), None if scores is None else len(scores)))
         return torch.full((input_ids.shape[0],), input_ids.shape[1] >= self.length)
 
 
 @pytest.mark.parametrize("length", range(10, 24, 3))
 @pytest.mark.parametrize("scores", [False, True])
-def test_user_stopping_criteria_are_asked_token_by_token(llama, length, scores):
+def test_user_stopping_criteria_are_called_token_by_token(llama, length, scores):
     seen: list[AfterTokens] = []
 
     @fresh
@@ -206,7 +207,7 @@ def test_user_stopping_criteria_are_asked_token_by_token(llama, length, scores):
     options = {"stopping_criteria": criteria, "return_dict_in_generate": scores, "output_scores": scores}
     pair = both(llama, {"inputs": prompt()}, randomly(4, 5), max_new_tokens=NEW, do_sample=False, **options)
     assert_same(pair)
-    assert seen[0].asked == seen[1].asked
+    assert seen[0].calls == seen[1].calls
 
 
 def test_max_time_stops_within_a_block(llama):
@@ -251,18 +252,18 @@ def test_prompt_as_embeddings(llama, mode):
 def test_outputs_of_return_dict(family, mode):
     target = target_of(family)
     target.set_attn_implementation("eager")
-    asked = ("output_scores", "output_logits", "output_hidden_states", "output_attentions")
+    outputs = ("output_scores", "output_logits", "output_hidden_states", "output_attentions")
     pair = both(
         target,
         {"inputs": prompt()},
         randomly(4, 5),
         max_new_tokens=20,
         return_dict_in_generate=True,
-        **dict.fromkeys(asked, True),
+        **dict.fromkeys(outputs, True),
         **MODES[mode],
     )
     assert len(pair.plain.attentions) == 20
-    assert not is_close(pair.plain.scores[3], pair.ours.scores[4]), "the bound could not tell neighbors apart"
+    assert not is_close(pair.plain.scores[3], pair.ours.scores[4]), "the tolerance cannot tell neighbors apart"
     assert_same(pair)
     assert pair.ours.dflash_stats.new_tokens == 20
 
@@ -283,13 +284,13 @@ def batch():
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3"])
-def test_each_row_of_a_batch_gets_its_plain_text(family):
+def test_each_row_of_a_batch_matches_plain_generate(family):
     pair = both(target_of(family), batch(), randomly(4, 5), max_new_tokens=NEW, do_sample=False)
     assert_same(pair)
     assert pair.statistics.prefills == 3
 
 
-def test_rows_that_end_early_are_padded_as_plain_generate_pads(llama):
+def test_rows_that_end_early_are_padded_as_in_plain_generate(llama):
     plain = llama.generate(**batch(), max_new_tokens=NEW, do_sample=False)
     eos = plain[1, 9 + 10].item()
     options = {"max_new_tokens": NEW, "do_sample": False, "eos_token_id": eos, "pad_token_id": 0}
@@ -301,10 +302,11 @@ def test_rows_that_end_early_are_padded_as_plain_generate_pads(llama):
     assert_same(pair)
 
 
-def test_num_return_sequences_keep_the_distribution(llama):
-    """Rows are drawn one after the other, so several sampled rows are not plain generate's rows. Their distribution is:
-    the two-sample chi-squared statistic over the first token's 4 most likely values and the rest, 400 draws each, has 4
-    degrees of freedom; it exceeds 23.5 by chance once in 10,000."""
+def test_num_return_sequences_keeps_the_distribution(llama):
+    """Rows are sampled one at a time, so several sampled rows are not plain generate's rows, but their distribution is
+    the same. The two-sample chi-squared statistic over the first token's top 4 values and the rest, 400 draws each, has
+    4 degrees of freedom; by chance it exceeds 23.5 once in 10,000 runs.
+    """
     options = {"max_new_tokens": 2, "do_sample": True, "top_k": 0, "temperature": 0.7, "num_return_sequences": 400}
     torch.manual_seed(1)
     plain = llama.generate(prompt(), **options)
@@ -323,13 +325,13 @@ def test_num_return_sequences_keep_the_distribution(llama):
         return (((a - b) ** 2) / total)[total > 0].sum().item()
 
     assert statistic(counts(plain), counts(ours)) < 23.5
-    # The control: greedy draws are far off.
+    # Control: greedy tokens are far off.
     greedy = llama.generate(prompt(), max_new_tokens=1, do_sample=False).repeat(400, 1)
     assert statistic(counts(plain), counts(greedy)) > 23.5
 
 
 @pytest.mark.parametrize("block_size", [2, 3, 5, 8])
-def test_every_block_size_of_a_call(llama, block_size):
+def test_every_block_size(llama, block_size):
     plain = llama.generate(prompt(), max_new_tokens=NEW, do_sample=False)
     for options in ({"block_size": block_size}, {"num_assistant_tokens": block_size - 1}):
         draft = oracle_draft(llama, plain, all_right)
@@ -343,13 +345,13 @@ def test_every_block_size_of_a_call(llama, block_size):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("family", ["llama", "qwen3", "gemma3", "glm4"])
-def test_low_precision_parts_only_at_near_ties(family, dtype):
-    """In bf16 and fp16 a block and single tokens round differently. A first difference is right only where the two best
-    logits of the plain run are within 4 rounding steps of the dtype at their size.
+def test_low_precision_differs_only_at_near_ties(family, dtype):
+    """In bf16 and fp16 a block and single tokens round differently. The first difference is only acceptable if the
+    plain run's top two logits are within 4 rounding steps of the dtype at their magnitude.
 
-    Dense targets only: the router of a mixture of experts has near ties of its own, and where rounding tips one,
-    another expert answers and the logits move by more than rounding (seen with qwen3_moe: margin 2.1 at a logit of
-    11.9)."""
+    Dense targets only: the router of a mixture of experts has near ties of its own, and if rounding flips one, another
+    expert is used and the logits change by more than rounding (seen with qwen3_moe: margin 2.1 at a logit of 11.9).
+    """
     target = FAMILIES[family].build(0).to(dtype)
     options = {"max_new_tokens": NEW, "do_sample": False, "return_dict_in_generate": True, "output_logits": True}
     for seed in range(3):
@@ -364,7 +366,7 @@ def test_low_precision_parts_only_at_near_ties(family, dtype):
 
 
 def _tolerant(draft):
-    """The oracle's proposals without its check that the text follows the reference, which a near tie may leave."""
+    """The oracle's proposals without the check that the text follows the reference, since a near tie may leave it."""
     propose = draft.propose
 
     def proposing(hidden, anchor_ids, head):
@@ -375,7 +377,7 @@ def _tolerant(draft):
 
 
 def test_a_wrong_loop_is_caught(llama, monkeypatch):
-    """The control of this file: a loop that keeps one rejected candidate in the cache gives another text."""
+    """Control for this file: a loop that keeps one rejected candidate in the cache gives a different text."""
     from hf_dflash.target.cache import TargetCache
 
     commit = TargetCache.commit

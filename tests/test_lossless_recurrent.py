@@ -15,7 +15,7 @@ _built: dict[str, torch.nn.Module] = {}
 
 
 def target_of(name: str):
-    """A family's target, built once for this module."""
+    """Return a family's target, built once for this module."""
     if name not in _built:
         _built[name] = FAMILIES[name].build(0)
     return _built[name]
@@ -36,7 +36,7 @@ def test_every_family_and_acceptance_pattern(name, pattern, mode):
     assert_same(pair)
     assert hooks_of(target) == 0
     if pattern.startswith("fixed"):
-        # All rounds but the last, which the maximal length cuts, accept what the pattern says.
+        # All rounds accept what the pattern says, except the last, which the maximum length may cut.
         assert set(pair.statistics.accepted[:-1]) == {int(pattern[-1])}
 
 
@@ -57,15 +57,15 @@ def test_prompts_and_blocks_of_every_size(name, length, block_size):
 
 @pytest.mark.parametrize("name", [name for name in RECURRENT if name in CONTINUED])
 class TestTheCache:
-    def test_a_second_turn_on_the_handed_back_cache(self, name):
-        """With and without a draft, in both turns: four ways, one text."""
+    def test_a_second_turn_on_the_returned_cache(self, name):
+        """With and without a draft in each of two turns: all four combinations give one text."""
         if name == "mamba2":
             pytest.skip("no layer counts tokens, so plain generate cannot continue such a cache either")
         target = target_of(name)
         texts = {self.two_turns(target, first, second) for first in (False, True) for second in (False, True)}
         assert len(texts) == 1
 
-    def test_plain_generate_is_untouched_afterward(self, name):
+    def test_plain_generate_is_unchanged_afterward(self, name):
         target = target_of(name)
         before = target.generate(prompt(), max_new_tokens=16, do_sample=False)
         both(target, {"inputs": prompt()}, fixed(2), max_new_tokens=16, do_sample=False)

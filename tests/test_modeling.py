@@ -1,4 +1,4 @@
-"""The draft networks by themselves: masks, rounds with a cache, dtypes, heads, DFlash 2's parts, saving and loading.
+"""The draft networks in isolation: masks, rounds with a cache, dtypes, heads, DFlash 2, saving and loading.
 
 Agreement with the authors' package and with transformers' own draft is in test_parity.py.
 """
@@ -50,7 +50,7 @@ def test_rounds_with_a_cache_equal_one_pass_over_the_whole_context(kind: str, ve
     context = torch.randn(1, 24, TAPS_WIDTH)
     seen = 0
     for new in (9, 1, 5, 8, 1):
-        # The last rounds use fewer tokens than the checkpoint's block has.
+        # The last rounds use smaller blocks than the checkpoint's.
         block = torch.randn(1, BLOCK if seen < 10 else 5, HIDDEN)
         new_context = context[:, seen : seen + new]
         in_rounds = last_hidden(draft, noise_embeds=block, context_hidden_states=new_context, cache=cache)
@@ -70,7 +70,7 @@ def test_a_block_needs_no_new_context():
     assert (again - last_hidden(draft, **inputs)).abs().max() <= TOLERANCE
 
 
-def test_the_older_name_of_the_cache_is_understood():
+def test_the_older_name_of_the_cache_is_accepted():
     draft = tiny_draft()
     cache = DFlashCache(config=draft.config)
     assert draft(**random_inputs(context=5), past_key_values=cache).cache is cache
@@ -81,7 +81,7 @@ def test_the_older_name_of_the_cache_is_understood():
 
 
 class Layer:
-    """The part of an attention layer that a mask depends on."""
+    """The attributes of an attention layer that a mask depends on."""
 
     def __init__(self, sliding_window: int | None, is_causal: bool):
         self.layer_type = "full_attention" if sliding_window is None else "sliding_attention"
@@ -92,10 +92,10 @@ class Layer:
 @pytest.mark.parametrize("window", [None, 2, 3, 6, 11, 12])
 @pytest.mark.parametrize("is_causal", [False, True])
 @pytest.mark.parametrize("padding", [None, [1] * 12, [0] * 4 + [1] * 8, [1, 1, 0, 0, 1, 1, 0, 1, 1, 1, 1, 1]])
-def test_every_query_sees_exactly_what_the_rules_say(window, is_causal, padding):
+def test_every_query_sees_exactly_the_allowed_keys(window, is_causal, padding):
     block, num_keys = 4, 12
     row = padding or [1] * num_keys
-    # The rules, a pair at a time; distances count real tokens.
+    # The rules, pair by pair; distances count real tokens.
     expected = torch.tensor(
         [
             [
@@ -111,12 +111,12 @@ def test_every_query_sees_exactly_what_the_rules_say(window, is_causal, padding)
     masks = BlockMasks("sdpa", block, None if padding is None else torch.tensor([padding]))
     visible = masks.visible_keys(layer, num_keys)
     mask = masks.get(layer, torch.empty(1, 1, block, 16), visible)
-    found = torch.ones(block, visible, dtype=torch.bool) if mask is None else mask[0, 0]
-    assert not expected[:, : num_keys - visible].any(), "keys that a query sees were cut off"
-    assert torch.equal(found.expand(block, -1), expected[:, num_keys - visible :])
+    actual = torch.ones(block, visible, dtype=torch.bool) if mask is None else mask[0, 0]
+    assert not expected[:, : num_keys - visible].any(), "visible keys were cut off"
+    assert torch.equal(actual.expand(block, -1), expected[:, num_keys - visible :])
 
 
-def test_no_mask_is_built_where_every_key_is_seen():
+def test_no_mask_is_built_if_every_key_is_visible():
     query = torch.empty(2, 1, 4, 16)
     for layer in (Layer(None, False), Layer(12, False)):
         assert BlockMasks("sdpa", 4, None).get(layer, query, 12) is None
@@ -129,16 +129,16 @@ def test_layers_of_a_kind_share_one_mask():
     assert not torch.equal(masks.get(Layer(3, True), query, 6), masks.get(Layer(3, False), query, 6))
 
 
-def test_a_mask_that_is_too_short_is_refused():
-    with pytest.raises(UnsupportedOptionError, match="covers 15 positions.*together are 19"):
+def test_a_mask_that_is_too_short_is_rejected():
+    with pytest.raises(UnsupportedOptionError, match="covers 15 positions.*add up to 19"):
         last_hidden(tiny_draft(), **random_inputs(), attention_mask=torch.tensor([[0] + [1] * 14]))
 
 
 @pytest.mark.parametrize(("kind", "version"), KINDS_AND_VERSIONS)
-def test_padded_rows_equal_the_rows_alone(kind: str, version: int):
+def test_padded_rows_equal_single_rows(kind: str, version: int):
     draft = tiny_draft_of_kind(kind, version)
     inputs = random_inputs(batch=3)
-    # A row without padding, one padded on the left, one with holes, as a ragged round leaves them.
+    # One row without padding, one padded on the left, one with gaps, as after a ragged round.
     real = torch.tensor([[1] * 11, [0] * 5 + [1] * 6, [0, 1, 1, 1, 0, 0, 1, 1, 0, 1, 0]])
     mask = torch.cat([real, torch.ones(3, BLOCK, dtype=torch.long)], dim=1)
     positions = (mask.cumsum(1) - 1).clamp(min=0)
@@ -180,8 +180,8 @@ def test_flex_attention_agrees(kind: str):
         assert (last_hidden(draft, **inputs, attention_mask=attention_mask) - expected).abs().max() <= TOLERANCE
 
 
-def flash_by_hand(module, query, key, value, attention_mask, scaling, sliding_window, is_causal, dropout=0.0, **kwargs):
-    """What flash attention computes from its arguments: 2-D padding, causal and windows aligned to the last key."""
+def naive_flash(module, query, key, value, attention_mask, scaling, sliding_window, is_causal, dropout=0.0, **kwargs):
+    """Compute what flash attention does: 2-D padding, causal masks and windows aligned to the last key."""
     num_queries, num_keys = query.shape[-2], key.shape[-2]
     ahead = torch.arange(num_keys)[None] - torch.arange(num_keys - num_queries, num_keys)[:, None]
     allowed = torch.ones(num_queries, num_keys, dtype=torch.bool)
@@ -204,8 +204,8 @@ def flash_by_hand(module, query, key, value, attention_mask, scaling, sliding_wi
 
 
 @pytest.mark.parametrize("kind", LAYER_KINDS)
-def test_flash_attention_gets_arguments_that_mean_the_same(kind: str, monkeypatch):
-    monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS, "flash_by_hand", flash_by_hand)
+def test_flash_attention_gets_equivalent_arguments(kind: str, monkeypatch):
+    monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS, "naive_flash", naive_flash)
     inputs = random_inputs(batch=2)
     mask = torch.ones(2, 11 + BLOCK, dtype=torch.long)
     mask[1, :4] = 0
@@ -213,9 +213,9 @@ def test_flash_attention_gets_arguments_that_mean_the_same(kind: str, monkeypatc
     for attention_mask in (None, mask):
         draft.config._attn_implementation = "sdpa"
         expected = last_hidden(draft, **inputs, attention_mask=attention_mask)
-        draft.config._attn_implementation = "flash_by_hand"
+        draft.config._attn_implementation = "naive_flash"
         assert (last_hidden(draft, **inputs, attention_mask=attention_mask) - expected).abs().max() <= TOLERANCE
-    with pytest.raises(UnsupportedOptionError, match="no ready-made mask"):
+    with pytest.raises(UnsupportedOptionError, match="not accept a ready-made mask"):
         last_hidden(draft, **inputs, attention_mask=torch.ones(2, 1, BLOCK, 19, dtype=torch.bool))
 
 
@@ -226,7 +226,7 @@ def test_two_blocks_packed_under_a_ready_mask_equal_two_calls(form: str, impleme
     draft = tiny_draft_of_kind("mixed", version, sliding_window=50)
     draft.set_attn_implementation(implementation)
     context, first, second = torch.randn(1, 10, TAPS_WIDTH), torch.randn(1, 4, HIDDEN), torch.randn(1, 4, HIDDEN)
-    # The first block's anchor is at position 6, the second's at 10: keys are 10 of context, 4 of each block.
+    # The first block's anchor is at position 6, the second's at 10. Keys: 10 of context, then 4 of each block.
     full = torch.zeros(8, 18, dtype=torch.bool)
     full[:4, :6] = full[:4, 10:14] = full[4:, :10] = full[4:, 14:] = True
     causal = full.clone()
@@ -278,7 +278,7 @@ def test_two_blocks_packed_under_a_ready_mask_equal_two_calls(form: str, impleme
 def test_every_rope_type_runs_and_differs_from_the_default(rope: dict):
     inputs = random_inputs()
     plain = last_hidden(tiny_draft(), **inputs)
-    # The dynamic type changes nothing up to the longest position that it was made for: here 16 of the 19 in use.
+    # The dynamic type has no effect up to its original maximum position: here 16, with 19 in use.
     options = {"rope_parameters": {"rope_theta": 10000.0, **rope}, "max_position_embeddings": 16}
     scaled = last_hidden(tiny_draft(**options), **inputs)
     assert scaled.isfinite().all()
@@ -304,7 +304,7 @@ def test_casting_leaves_the_rope_frequencies_exact():
 
 @pytest.mark.parametrize("incoming", [torch.float16, torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("own", [torch.bfloat16, torch.float32])
-def test_any_float_dtype_comes_in_and_goes_out_again(incoming: torch.dtype, own: torch.dtype):
+def test_the_output_has_the_dtype_of_the_input(incoming: torch.dtype, own: torch.dtype):
     draft = tiny_draft().to(own)
     inputs = {name: tensor.to(incoming) for name, tensor in random_inputs().items()}
     output = last_hidden(draft, **inputs)
@@ -326,7 +326,7 @@ def test_any_float_dtype_comes_in_and_goes_out_again(incoming: torch.dtype, own:
         lambda draft: DFlashDraftModel._from_config(draft.config, dtype=torch.float16),
     ],
 )
-def test_every_way_into_float16_is_refused_with_the_reason(cast):
+def test_every_way_into_float16_is_rejected_with_the_reason(cast):
     draft = tiny_draft()
     with pytest.raises(DraftDtypeError, match="float16.*outliers.*bfloat16"):
         cast(draft)
@@ -334,13 +334,13 @@ def test_every_way_into_float16_is_refused_with_the_reason(cast):
 
 
 @pytest.mark.parametrize("how", [{"dtype": torch.float16}, {"torch_dtype": torch.float16}, {"dtype": "float16"}])
-def test_loading_in_float16_is_refused(tmp_path, how: dict):
+def test_loading_in_float16_is_rejected(tmp_path, how: dict):
     tiny_draft().save_pretrained(tmp_path)
     with pytest.raises(DraftDtypeError, match="bfloat16"):
         DFlashDraftModel.from_pretrained(tmp_path, **how)
 
 
-def test_a_checkpoint_in_float16_is_not_loaded_as_such_unasked(tmp_path):
+def test_a_checkpoint_in_float16_needs_an_explicit_dtype(tmp_path):
     draft = tiny_draft()
     draft.config.dtype = torch.float16
     draft.save_pretrained(tmp_path, state_dict={name: w.half() for name, w in draft.state_dict().items()})
@@ -354,7 +354,7 @@ def test_a_checkpoint_in_float16_is_not_loaded_as_such_unasked(tmp_path):
 # ---- embeddings and heads ----
 
 
-def test_the_embedding_scale_is_applied_to_the_block_alone():
+def test_the_embedding_scale_applies_only_to_the_block():
     inputs = random_inputs()
     scaled = tiny_draft(input_embedding_scale=3.0)
     expected = last_hidden(tiny_draft(), **{**inputs, "noise_embeds": 3.0 * inputs["noise_embeds"]})
@@ -375,21 +375,21 @@ def test_own_embeddings_are_used_instead_of_the_targets():
     assert torch.equal(tiny_draft().embed(ids, target), target(ids))
 
 
-def test_a_reduced_head_of_its_own_proposes_ids_of_the_target():
+def test_a_reduced_head_of_its_own_proposes_target_ids():
     draft = tiny_draft(draft_vocab_size=32)
 
     def target_head(hidden):
-        raise AssertionError("the target's head was asked")
+        raise AssertionError("the target's head was called")
 
     hidden = torch.randn(2, 7, HIDDEN)
     candidates = draft.propose(hidden, torch.tensor([1, 2]), target_head)
     chosen = draft.lm_head(hidden).argmax(-1)
     target_ids = [draft_id + int(draft.d2t[draft_id]) for draft_id in range(32)]
     assert candidates.tolist() == [[target_ids[i] for i in row] for row in chosen.tolist()]
-    assert candidates.max() > 32, "this draft cannot tell whether ids were mapped"
+    assert candidates.max() > 32, "this draft cannot show whether ids were mapped"
 
 
-def test_taps_of_another_width_are_refused_with_both_numbers():
+def test_taps_of_another_width_are_rejected_with_both_widths():
     draft = tiny_draft(target_name_or_path="some/target")
     with pytest.raises(PairingError, match="96 wide.*trained on 128 .2 taps.*some/target"):
         draft.fuse(torch.randn(1, 3, 96))
@@ -406,7 +406,7 @@ def test_the_configuration_decides_the_version():
 
 
 @pytest.mark.parametrize("kernel_size", [1, 2, 3])
-def test_the_convolution_is_the_sum_it_is_said_to_be(kernel_size: int):
+def test_the_convolution_equals_its_definition(kernel_size: int):
     conv = tiny_draft(version=2, conv_kernel_size=kernel_size).layers[0].attention_conv
     hidden = torch.randn(1, 5, HIDDEN)
     dynamic = conv.kernel_projection(hidden).view(5, 2, kernel_size, HIDDEN // 16)
@@ -438,7 +438,7 @@ def test_the_selector_takes_the_best_path_left_to_right():
         previous = max(logits[position].topk(4).indices.tolist(), key=scores.__getitem__)
         greedy.append(previous)
     assert candidates.tolist() == greedy
-    assert greedy != logits.argmax(-1).tolist(), "this draft cannot tell whether the selector was asked"
+    assert greedy != logits.argmax(-1).tolist(), "this draft cannot show whether the selector was used"
 
 
 def test_a_new_convolution_passes_its_input_through():
@@ -495,7 +495,7 @@ def test_a_draft_can_be_copied_and_pickled(version: int):
     assert draft.share_memory().fc.weight.is_shared()
 
 
-def test_hidden_states_and_attentions_are_given_where_asked():
+def test_hidden_states_and_attentions_are_returned_on_request():
     draft = tiny_draft_of_kind("mixed")
     draft.set_attn_implementation("eager")
     output = draft(**random_inputs(), output_hidden_states=True, output_attentions=True)

@@ -1,7 +1,7 @@
-"""Exactness on multimodal targets: text alone, prompts with a picture, a second turn.
+"""Exactness on multimodal targets: text only, prompts with an image, a second turn.
 
-The pictures go through transformers' own image processors (and Gemma 3's whole processor, which is the one that needs
-no torchvision), so the inputs are what a user would hand to `generate`.
+The images go through transformers' own image processors (and Gemma 3's full processor, the only one that does not need
+torchvision), so the inputs are what a user would pass to `generate`.
 """
 
 import copy
@@ -25,31 +25,31 @@ _built: dict[str, torch.nn.Module] = {}
 
 
 def target_of(name: str):
-    """A family's target, built once for this module."""
+    """Return a family's target, built once for this module."""
     if name not in _built:
         _built[name] = MULTIMODAL_FAMILIES[name].build(0)
     return _built[name]
 
 
-def picture(seed: int = 0):
-    """A generated picture: colored noise of 32 x 32 pixels."""
+def noise_image(seed: int = 0):
+    """Generate an image: colored noise of 32 x 32 pixels."""
     noise = numpy.random.default_rng(seed).integers(0, 255, (32, 32, 3), dtype=numpy.uint8)
     return PIL.fromarray(noise)
 
 
-def around(image_tokens: int, name_of_types: str) -> dict:
-    """Ids of a text with an image in it, their mask, and which of them are the image."""
+def text_with_image(image_tokens: int, types_name: str) -> dict:
+    """Return the ids of a text containing an image, their mask and their token types."""
     ids = torch.tensor([[20, BEGIN_IMAGE, *[IMAGE] * image_tokens, END_IMAGE, *range(21, 27)]])
-    return {"input_ids": ids, "attention_mask": torch.ones_like(ids), name_of_types: (ids == IMAGE).long()}
+    return {"input_ids": ids, "attention_mask": torch.ones_like(ids), types_name: (ids == IMAGE).long()}
 
 
 def qwen_inputs() -> dict:
     processor = transformers.Qwen2VLImageProcessor(
         patch_size=4, merge_size=2, temporal_patch_size=2, min_pixels=16 * 16, max_pixels=32 * 32
     )
-    image = processor(images=[picture()], return_tensors="pt")
+    image = processor(images=[noise_image()], return_tensors="pt")
     # A merged patch of 2 x 2 is one token.
-    return {**around(int(image["image_grid_thw"].prod()) // 4, "mm_token_type_ids"), **image}
+    return {**text_with_image(int(image["image_grid_thw"].prod()) // 4, "mm_token_type_ids"), **image}
 
 
 def gemma3_inputs() -> dict:
@@ -64,14 +64,14 @@ def gemma3_inputs() -> dict:
     )
     images = transformers.Gemma3ImageProcessor(size={"height": 32, "width": 32})
     processor = transformers.Gemma3Processor(image_processor=images, tokenizer=tokenizer, image_seq_length=4)
-    return dict(processor(text=["w20 <begin> w21 w22 w23 w24"], images=[picture()], return_tensors="pt"))
+    return dict(processor(text=["w20 <begin> w21 w22 w23 w24"], images=[noise_image()], return_tensors="pt"))
 
 
 def gemma4_inputs() -> dict:
     processor = transformers.Gemma4ImageProcessor(patch_size=4, pooling_kernel_size=2, max_soft_tokens=70)
-    image = processor(images=[picture()], return_tensors="pt")
+    image = processor(images=[noise_image()], return_tensors="pt")
     tokens = int(image.pop("num_soft_tokens_per_image"))
-    return {**around(tokens, "mm_token_type_ids"), **image}
+    return {**text_with_image(tokens, "mm_token_type_ids"), **image}
 
 
 INPUTS = {
@@ -86,12 +86,12 @@ INPUTS = {
 @pytest.mark.parametrize("pattern", ["none", "fixed2", "all", "random"])
 @pytest.mark.parametrize("name", INPUTS)
 class TestExactness:
-    def test_text_alone(self, name, pattern, mode):
+    def test_text_only(self, name, pattern, mode):
         pair = both(target_of(name), {"inputs": prompt()}, PATTERNS[pattern], max_new_tokens=NEW, **MODES[mode])
         assert_varied(pair.plain, NEW)
         assert_same(pair)
 
-    def test_a_prompt_with_a_picture(self, name, pattern, mode):
+    def test_a_prompt_with_an_image(self, name, pattern, mode):
         pair = both(target_of(name), INPUTS[name](), PATTERNS[pattern], max_new_tokens=NEW, **MODES[mode])
         assert_varied(pair.plain, NEW)
         assert_same(pair)
@@ -99,8 +99,8 @@ class TestExactness:
 
 @pytest.mark.parametrize("name", INPUTS)
 class TestTheTextTower:
-    def test_the_picture_matters(self, name):
-        """Else these tests would prove nothing about it."""
+    def test_the_image_matters(self, name):
+        """Otherwise these tests would prove nothing about it."""
         target, inputs = target_of(name), INPUTS[name]()
         other = dict(inputs, pixel_values=inputs["pixel_values"].flip(-1) * 0.3)
         texts = [target.generate(**each, max_new_tokens=NEW, do_sample=False).tolist() for each in (inputs, other)]
@@ -112,7 +112,7 @@ class TestTheTextTower:
         assert all(layer is own for layer, own in zip(target.layers, target.model.get_decoder().layers, strict=True))
 
     def test_draft_positions_are_the_linear_token_index(self, name):
-        """Also where the target numbers image tokens in its own way (three axes in Qwen)."""
+        """Even if the target numbers image tokens in its own way (three axes in Qwen)."""
         target, inputs = target_of(name), INPUTS[name]()
         reference = target.generate(**inputs, max_new_tokens=NEW, do_sample=False)
         draft = oracle_draft(target, reference, fixed(2))
@@ -127,18 +127,18 @@ class TestTheTextTower:
         assert seen[0] == list(range(length + draft.config.block_size))
         assert all(positions == list(range(positions[0], positions[-1] + 1)) for positions in seen)
 
-    def test_a_second_turn_on_the_handed_back_cache(self, name):
+    def test_a_second_turn_on_the_returned_cache(self, name):
         target, inputs = target_of(name), INPUTS[name]()
         assert self.two_turns(target, inputs, drafted=True) == self.two_turns(target, inputs, drafted=False)
 
     @staticmethod
     def two_turns(target, inputs: dict, drafted: bool) -> list[list[int]]:
-        """A turn with the picture, then a question in text on the cache of the first."""
+        """Run a turn with the image, then a text question that continues on its cache."""
         options = {"max_new_tokens": 10, "do_sample": False, "return_dict_in_generate": True}
         cache, keyword, texts = None, None, []
         for turn in range(2):
             more = {} if cache is None else {keyword: cache}
-            plain = target.generate(**inputs, **options, **more_copied(more))
+            plain = target.generate(**inputs, **options, **with_copied_cache(more))
             outputs = plain
             if drafted:
                 draft = oracle_draft(target, plain.sequences, randomly(turn, 7))
@@ -151,11 +151,11 @@ class TestTheTextTower:
 
 
 def types_of(inputs: dict, ids: torch.Tensor) -> dict:
-    """The token types of a longer text, under the name that the model uses."""
+    """Return the token types of a longer text, under the name that the model uses."""
     names = [name for name in ("mm_token_type_ids", "token_type_ids") if name in inputs]
     return {name: (ids == IMAGE).long() for name in names}
 
 
-def more_copied(more: dict) -> dict:
-    """The same keyword with a copy of the cache, so that two runs can start from one turn."""
+def with_copied_cache(more: dict) -> dict:
+    """Copy the cache, so that two runs can start from the same turn."""
     return {name: copy.deepcopy(cache) for name, cache in more.items()}

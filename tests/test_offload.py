@@ -1,4 +1,4 @@
-"""Targets whose parts lie elsewhere: on disk or in main memory, and on the meta device until they are called."""
+"""Offloaded targets: weights on disk or in CPU memory, and on the meta device until they are called."""
 
 import pytest
 import torch
@@ -14,7 +14,7 @@ from hf_dflash import UnsupportedOptionError
 OPTIONS = {"max_new_tokens": 24, "do_sample": False}
 MAPS = {
     "all on disk": {"": "disk"},
-    "embedding here, head on disk": {
+    "embedding in memory, head on disk": {
         "model.embed_tokens": "cpu",
         "model.layers.0": "cpu",
         "model.layers.1": "disk",
@@ -24,7 +24,7 @@ MAPS = {
         "model.rotary_emb": "cpu",
         "lm_head": "disk",
     },
-    "embedding on disk, head here": {
+    "embedding on disk, head in memory": {
         "model.embed_tokens": "disk",
         "model.layers.0": "disk",
         "model.layers.1": "cpu",
@@ -39,7 +39,7 @@ MAPS = {
 
 @pytest.fixture(scope="module", params=["qwen3", "gemma3", "tied"])
 def checkpoint(request, tmp_path_factory):
-    """A target's folder and its plain text."""
+    """A target's folder and its plain greedy text."""
     folder = tmp_path_factory.mktemp(request.param)
     target = FAMILIES["qwen3" if request.param == "tied" else request.param].build(0)
     if request.param == "tied":
@@ -49,20 +49,20 @@ def checkpoint(request, tmp_path_factory):
     return folder, target.generate(prompt(), **OPTIONS)
 
 
-def check(target, text: torch.LongTensor) -> None:
+def assert_same_text(target, text: torch.LongTensor) -> None:
     pair = both(target, {"inputs": prompt()}, randomly(4, 5), **OPTIONS)
     assert pair.ours.tolist() == pair.plain.tolist() == text.tolist()
 
 
-@pytest.mark.parametrize("where", MAPS)
-def test_a_device_map(checkpoint, where, tmp_path):
+@pytest.mark.parametrize("placement", MAPS)
+def test_a_device_map(checkpoint, placement, tmp_path):
     folder, text = checkpoint
-    device_map = dict(MAPS[where])
+    device_map = dict(MAPS[placement])
     if folder.name.startswith("tied") and "lm_head" in device_map:
-        device_map["lm_head"] = device_map["model.embed_tokens"]  # one weight lies in one place
+        device_map["lm_head"] = device_map["model.embed_tokens"]  # a tied weight has only one device
     target = AutoModelForCausalLM.from_pretrained(folder, device_map=device_map, offload_folder=tmp_path)
     assert "meta" in {parameter.device.type for parameter in target.parameters()}
-    check(target, text)
+    assert_same_text(target, text)
 
 
 def test_an_automatic_device_map(checkpoint, tmp_path):
@@ -71,19 +71,19 @@ def test_an_automatic_device_map(checkpoint, tmp_path):
         folder, device_map="auto", max_memory={"cpu": 500_000}, offload_folder=tmp_path
     )
     assert set(target.hf_device_map.values()) == {"cpu", "disk"}
-    check(target, text)
+    assert_same_text(target, text)
 
 
-@pytest.mark.parametrize("way", ["cpu", "disk"])
-def test_accelerates_own_offload(checkpoint, way, tmp_path):
+@pytest.mark.parametrize("method", ["cpu", "disk"])
+def test_accelerates_own_offload(checkpoint, method, tmp_path):
     folder, text = checkpoint
     target = AutoModelForCausalLM.from_pretrained(folder)
-    if way == "cpu":
+    if method == "cpu":
         cpu_offload(target, execution_device="cpu")
     else:
         disk_offload(target, tmp_path, execution_device="cpu")
     assert {parameter.device.type for parameter in target.parameters()} == {"meta"}
-    check(target, text)
+    assert_same_text(target, text)
 
 
 def test_an_offloaded_draft_is_refused(tmp_path):

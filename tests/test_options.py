@@ -1,4 +1,4 @@
-"""What options mean: block sizes, defaults that nobody asked for, refusals by name."""
+"""Options of `generate`: block sizes, core's defaults, refusals by name."""
 
 import pytest
 from tiny_drafts import tiny_config
@@ -17,28 +17,28 @@ CONFIG = tiny_config(block_size=8)
 
 
 @pytest.mark.parametrize(
-    "block_size,num_assistant_tokens,wanted",
+    "block_size,num_assistant_tokens,expected",
     [(None, None, 8), (2, None, 2), (8, None, 8), (None, 1, 2), (None, 7, 8), (5, 4, 5)],
 )
-def test_block_size(block_size, num_assistant_tokens, wanted):
-    assert resolve_block_size(CONFIG, block_size, num_assistant_tokens) == wanted
+def test_block_size(block_size, num_assistant_tokens, expected):
+    assert resolve_block_size(CONFIG, block_size, num_assistant_tokens) == expected
 
 
 @pytest.mark.parametrize("block_size", [1, 9, 0, -3, True, "4", 4.0])
-def test_a_wrong_block_size_is_named(block_size):
+def test_an_invalid_block_size_is_named(block_size):
     with pytest.raises(UnsupportedOptionError, match="block_size must be an integer from 2 to 8, found"):
         resolve_block_size(CONFIG, block_size)
 
 
 @pytest.mark.parametrize("tokens", [True, "3", 2.0])
-def test_a_wrong_number_of_assistant_tokens_is_named(tokens):
+def test_an_invalid_number_of_assistant_tokens_is_named(tokens):
     with pytest.raises(UnsupportedOptionError, match="num_assistant_tokens must be an integer from 1 to 7"):
         resolve_block_size(CONFIG, None, tokens)
     with pytest.raises(UnsupportedOptionError, match="block_size"):
         resolve_block_size(CONFIG, None, 8)
 
 
-def test_both_at_once_must_agree():
+def test_both_together_must_agree():
     with pytest.raises(UnsupportedOptionError, match="block_size=4 and num_assistant_tokens=4 .*disagree"):
         resolve_block_size(CONFIG, 4, 4)
 
@@ -50,15 +50,15 @@ def test_every_option_of_other_assistance_is_refused_by_name(name):
     refuse_other_assistance({name: None}, {name: False})
 
 
-def test_cores_defaults_count_as_unset():
+def test_default_values_of_core_count_as_unset():
     defaults = GenerationConfig(**GenerationConfig._get_default_generation_params())
     assert not any(fields_set_in(defaults).get(name) for name in (*OTHER_ASSISTANCE, "num_assistant_tokens"))
     assert fields_set_in(GenerationConfig(num_assistant_tokens=5))["num_assistant_tokens"] == 5
     assert fields_set_in(None) == {}
 
 
-def test_a_cache_by_another_name_is_not_blamed_on_use_cache():
-    """transformers 5.17 hands pure Mamba targets `cache_params`."""
+def test_a_cache_with_another_name_is_not_blamed_on_use_cache():
+    """transformers 5.17 passes `cache_params` to pure Mamba targets."""
     with pytest.raises(UnsupportedOptionError, match="cache_params.*5.24"):
         refuse_options(GenerationConfig(use_cache=True), {"cache_params": object()}, 1, None)
     with pytest.raises(UnsupportedOptionError, match="`use_cache` \\(found False\\)"):

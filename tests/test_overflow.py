@@ -1,9 +1,8 @@
-"""A candidate that overflows makes what stands before it in the same forward unreadable; the text must not change.
+"""A candidate that overflows turns the logits of the tokens before it in the same forward into NaN; the text must not
+change, for every family, greedy and sampled.
 
-In float16 that happens to real targets (Gemma 3): attention multiplies hidden keys and values by zero, and zero times
-infinity is no number. Here the embedding of one id that no text contains is infinite, in float32.
-
-Owns: that kind of candidate for every family, greedy and sampled. Does not know: how it is noticed.
+In float16 this happens with real targets (Gemma 3): attention multiplies masked keys and values by zero, and zero times
+infinity is NaN. Here, in float32, the embedding of one id that is in no text is infinite.
 """
 
 import json
@@ -20,7 +19,7 @@ NEW = 24
 
 @contextmanager
 def overflowing(target, token: int):
-    """The embedding of an id is infinite."""
+    """Make the embedding of one id infinite."""
 
     def overflow(_module, inputs, output):
         return output.masked_fill((inputs[0] == token)[..., None], float("inf"))
@@ -33,7 +32,7 @@ def overflowing(target, token: int):
 
 
 def unused_token(target, mode: str) -> int:
-    """An id that is neither in the prompt nor in plain generate's text."""
+    """Return an id that is neither in the prompt nor in plain generate's text."""
     torch.manual_seed(0)
     text = target.generate(prompt(), max_new_tokens=NEW, **MODES[mode])
     return min(set(range(5, 300)) - set(text[0].tolist()))
@@ -51,7 +50,7 @@ def test_a_rejected_candidate_that_overflows_changes_nothing(name, mode):
     assert_same(pair)
 
 
-def test_a_block_that_was_read_in_vain_leaves_no_trace(tmp_path):
+def test_a_block_that_commits_nothing_leaves_no_trace(tmp_path):
     target = FAMILIES["llama"].build(0)
     token = unused_token(target, "greedy")
     records = {"return_dict_in_generate": True, "output_scores": True, "output_hidden_states": True}
@@ -59,19 +58,19 @@ def test_a_block_that_was_read_in_vain_leaves_no_trace(tmp_path):
         options = {"max_new_tokens": NEW, "do_sample": False, "wrong": token, **records}
         pair = both(target, {"inputs": prompt()}, fixed(2), trace=tmp_path / "trace.jsonl", **options)
     assert_same(pair)
-    figures = pair.statistics
-    assert figures.committed.count(0) > 2
-    # Behind a block that yielded nothing, the anchor is read alone.
-    for committed, proposed in zip(figures.committed, figures.proposed[1:], strict=False):
+    stats = pair.statistics
+    assert stats.committed.count(0) > 2
+    # After a block that committed nothing, the anchor is verified alone.
+    for committed, proposed in zip(stats.committed, stats.proposed[1:], strict=False):
         assert (committed == 0) == (proposed == 0)
-    assert sum(figures.committed) + 1 == NEW
+    assert sum(stats.committed) + 1 == NEW
     rounds = [json.loads(line) for line in (tmp_path / "trace.jsonl").read_text().splitlines()]
-    assert [len(each["committed"]) for each in rounds] == figures.committed
+    assert [len(each["committed"]) for each in rounds] == stats.committed
     assert sum((each["committed"] for each in rounds), []) == pair.ours.sequences[0, -NEW + 1 :].tolist()
 
 
-def test_a_target_that_overflows_by_itself_is_followed():
-    """Plain generate goes on with whatever argmax makes of it, and so does the draft."""
+def test_a_target_that_overflows_by_itself_gives_the_same_text():
+    """Plain generate continues with the argmax of NaN logits, and so does generate with a draft."""
     target = FAMILIES["llama"].build(0)
     text = target.generate(prompt(), max_new_tokens=NEW, do_sample=False)
     with overflowing(target, int(text[0, -8])):

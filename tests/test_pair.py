@@ -1,4 +1,4 @@
-"""Loading what is decoded with: what a missing or too old package says."""
+"""Loading a target: the errors for missing or outdated packages, quantized checkpoints, GGUF files."""
 
 import json
 import shutil
@@ -12,7 +12,7 @@ from hf_dflash.draft.errors import MissingPackageError
 from hf_dflash.pair import EXTRAS, load_target
 from hf_dflash.smollm2 import installed_gguf
 
-#: What config.json says of a quantized checkpoint, and what is imported to load it.
+#: The `quantization_config` of a checkpoint's config.json, and the package imported to load it.
 QUANTIZED = {
     "awq": ({"quant_method": "awq", "bits": 4, "group_size": 64, "zero_point": True}, "gptqmodel"),
     "gptq": ({"quant_method": "gptq", "bits": 4, "group_size": 32}, "gptqmodel"),
@@ -28,7 +28,7 @@ QUANTIZED = {
 
 @pytest.fixture
 def checkpoint(tiny_folders, tmp_path):
-    """Makes a checkpoint that says of itself how it is quantized."""
+    """Return a function that makes a checkpoint with the given `quantization_config`."""
 
     def make(entry: dict) -> str:
         folder = Path(shutil.copytree(tiny_folders.target, tmp_path / "target"))
@@ -40,7 +40,7 @@ def checkpoint(tiny_folders, tmp_path):
 
 
 @pytest.mark.parametrize("method", QUANTIZED)
-def test_a_missing_package_is_one_line_that_says_what_to_install(checkpoint, method):
+def test_a_missing_package_is_one_line_with_what_to_install(checkpoint, method):
     entry, package = QUANTIZED[method]
     if is_installed(package):
         pytest.skip(f"{package} is installed")
@@ -58,7 +58,7 @@ def test_a_missing_package_is_one_line_that_says_what_to_install(checkpoint, met
         ({}, {"gguf_file": "model.gguf"}, r"hf-dflash\[gguf\]"),
     ],
 )
-def test_a_package_that_is_too_old_is_named(checkpoint, monkeypatch, entry, options, expected):
+def test_an_outdated_package_is_named(checkpoint, monkeypatch, entry, options, expected):
     def refuse(*args, **options):
         raise ImportError("This checkpoint needs widgets>=3.\nFound 2.")
 
@@ -69,8 +69,8 @@ def test_a_package_that_is_too_old_is_named(checkpoint, monkeypatch, entry, opti
 
 
 @pytest.mark.quantized
-def test_a_quantized_checkpoint_is_loaded_as_what_it_is(tiny_folders, tmp_path):
-    """Without a flag: a quantization that is not asked for must not go before the checkpoint's own."""
+def test_a_quantized_checkpoint_keeps_its_quantization(tiny_folders, tmp_path):
+    """Without a flag: a quantization that was not requested must not override the checkpoint's own."""
     pytest.importorskip("bitsandbytes")
     config = BitsAndBytesConfig(load_in_4bit=True)
     AutoModelForCausalLM.from_pretrained(tiny_folders.target, quantization_config=config).save_pretrained(tmp_path)
@@ -81,7 +81,7 @@ def test_a_quantized_checkpoint_is_loaded_as_what_it_is(tiny_folders, tmp_path):
 
 @pytest.mark.slow
 def test_generate_with_a_gguf_file_of_a_package(run_cli, smollm2):
-    """A checkpoint as people have it on their disks, from the command line, its text compared with plain generate's."""
+    """A common local checkpoint, from the command line, its text compared with plain generate's."""
     file = installed_gguf()
     options = ["--gguf-file", file.name, "--dtype", "float32", "--chat", "-n", "24", "--check"]
     ended = run_cli("generate", "-t", file.parent, "-d", smollm2.draft, *options, "Name three colors.")

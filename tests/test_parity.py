@@ -1,7 +1,7 @@
-"""The draft networks against other people's: the authors' `dflash` package, and transformers' MuseGlimmerAssistant.
+"""The draft networks against other implementations: the authors' `dflash` package, transformers' MuseGlimmerAssistant.
 
-The same random weights, saved in the published layout and loaded through ours, in float32, over rounds of decoding in
-which the context grows and the block is cropped away again. The peers are driven as their own loops drive them.
+The same random weights, saved in the published layout and loaded by ours, in float32, over decoding rounds in which the
+context grows and the block is cropped again. The peers are called as in their own loops.
 """
 
 import json
@@ -20,9 +20,9 @@ from hf_dflash.draft.modeling_dflash import DFlash2DraftModel, DFlashDraftModel
 
 TOLERANCE = 1e-5
 HIDDEN, VOCABULARY, BLOCK, WINDOW = 64, 128, 8, 6
-# Tokens committed by each round; the first is the prompt. Up to 27 of context: windows of 6 are long since full.
+# Tokens committed by each round; the first is the prompt. Up to 27 of context, so windows of 6 are full.
 ROUNDS = (9, 3, 1, 8, 2, 4)
-# 0.02 would make attention nearly uniform and hide wrong masks; version 2 magnifies rounding more than that allows.
+# 0.02 would make attention nearly uniform and hide wrong masks; version 2 amplifies rounding errors, so it uses less.
 WEIGHT_SCALE = {1: 0.2, 2: 0.07}
 
 FULL, SLIDING = "full_attention", "sliding_attention"
@@ -39,7 +39,7 @@ CASES = {
 
 
 def randomize(model: nn.Module, scale: float) -> None:
-    """Random weights for every parameter, whatever its model's own initialization would leave alone."""
+    """Set every parameter to random values, also those that the model's initialization would leave alone."""
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for name, weight in model.named_parameters():
@@ -66,7 +66,7 @@ def largest_difference(ours: torch.Tensor, theirs: torch.Tensor) -> float:
 
 
 def authors_config(version: int, case: dict) -> dict:
-    """A `config.json` as z-lab publishes it: layout B, or D for version 2."""
+    """Return a `config.json` as z-lab publishes it: layout B, or D for version 2."""
     layer_types = case["layer_types"]
     nested = {"block_size": BLOCK, "mask_token_id": VOCABULARY - 1, "target_layer_ids": [1, 3]}
     if version == 2:
@@ -95,8 +95,8 @@ def authors_config(version: int, case: dict) -> dict:
 
 
 def authors_pair(tmp_path: Path, version: int, case: dict):
-    """The authors' draft, and ours loaded from the checkpoint that holds its weights."""
-    dflash = pytest.importorskip("dflash.model", reason="the authors' package is a peer for tests only")
+    """Return the authors' draft, and ours loaded from a checkpoint with its weights."""
+    dflash = pytest.importorskip("dflash.model", reason="the authors' package is only used in tests")
     raw = authors_config(version, case)
     config = Qwen3Config(**raw)
     config._attn_implementation = "sdpa"
@@ -120,7 +120,7 @@ def test_equal_to_the_authors_network_round_after_round(tmp_path, version: int, 
 
     torch.manual_seed(1)
     head = nn.Linear(HIDDEN, VOCABULARY, bias=False)
-    end, taken = 0, []
+    end, proposed = 0, []
     for new in ROUNDS:
         block, taps = torch.randn(1, BLOCK, HIDDEN), torch.randn(1, new, 2 * HIDDEN)
         positions = torch.arange(end, end + new + BLOCK)[None]
@@ -148,13 +148,13 @@ def test_equal_to_the_authors_network_round_after_round(tmp_path, version: int, 
         if version == 2:
             expected = theirs.propose(their_hidden[:, 1:], anchor, head, temperature=0.0)[0]
         assert torch.equal(ours.propose(our_hidden[:, 1:], anchor, head), expected)
-        taken += expected[0].tolist()
-    assert len(set(taken)) > 20, "a draft that always says the same cannot tell two networks apart"
+        proposed += expected[0].tolist()
+    assert len(set(proposed)) > 20, "a draft with constant output cannot tell two networks apart"
 
 
 @torch.no_grad()
 def test_the_selectors_path_is_not_the_position_by_position_argmax(tmp_path):
-    """Guards the comparison of paths above: there the selector must have something to say."""
+    """Guards the comparison of paths above: the selector must make a difference there."""
     theirs, ours = authors_pair(tmp_path, 2, CASES["full"])
     randomize(ours.candidate_selector, 1.0)
     for name in ("predecessor_codebook", "successor_codebook"):
@@ -185,8 +185,8 @@ def muse_pair(tmp_path: Path, layer_types: list[str], window: int):
         num_key_value_heads=2,
         head_dim=16,
         rope_parameters={"rope_type": "default", "rope_theta": 500000.0},
-        # In transformers' sdpa and eager masks this draft's window counts the keys beside the query and not the query
-        # itself (distance <= window); in its flash kernels, in the authors' network and here it counts the query too.
+        # In transformers' sdpa and eager masks this draft's window excludes the query (distance <= window); in its
+        # flash kernels, in the authors' network and in ours it includes the query.
         sliding_window=window - 1,
         layer_types=layer_types,
         block_size=BLOCK,
@@ -208,7 +208,7 @@ def muse_pair(tmp_path: Path, layer_types: list[str], window: int):
 @torch.no_grad()
 def test_equal_to_transformers_muse_round_after_round(tmp_path, layer_types: list[str], window: int):
     theirs, ours = muse_pair(tmp_path, layer_types, window)
-    # The peer's cache keeps as many keys as its mask may ask for.
+    # The peer's cache keeps as many keys as its mask may need.
     caches = [DFlashCache(config=ours.config), DFlashCache(config=ours.config)]
     for cache in caches:
         cache.activate_past_recording()
@@ -226,7 +226,7 @@ def test_equal_to_transformers_muse_round_after_round(tmp_path, layer_types: lis
         hidden = []
         for model, cache in zip((theirs, ours), caches, strict=True):
             cache.set_previous_accepted_tokens(new)
-            # transformers before 5.24 knows the cache by its older name; our draft answers to both.
+            # transformers before 5.24 uses the older name of the cache; our draft accepts both.
             name = "cache" if "cache" in signature(theirs.forward).parameters else "past_key_values"
             hidden.append(model(**inputs, **{name: cache}).last_hidden_state)
             cache.crop(-BLOCK)

@@ -12,7 +12,7 @@ ROOT = Path(__file__).parent.parent
 
 @pytest.fixture(scope="module")
 def script():
-    spec = importlib.util.spec_from_file_location("quantized_table", ROOT / "scripts" / "quantized_table.py")
+    spec = importlib.util.spec_from_file_location("make_quantized_table", ROOT / "scripts" / "make_quantized_table.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module

@@ -1,4 +1,4 @@
-"""A draft that is quantized because the caller asked for it: it loads, with a warning, and keeps the text."""
+"""A draft quantized at the caller's request: it loads with a warning, and the text stays the same."""
 
 import pytest
 import torch
@@ -32,7 +32,7 @@ CONFIGS = {
 @pytest.mark.parametrize("version", [1, 2])
 @pytest.mark.parametrize("kind", CONFIGS)
 def test_a_quantized_draft_loads_with_a_warning_and_keeps_the_text(kind, version, tmp_path):
-    # nf4 kernels take no fewer than 64 outputs, so DFlash 2 gets more groups than usual.
+    # nf4 kernels need at least 64 outputs, so DFlash 2 gets more groups than usual.
     dense = tiny_draft(version, vocab_size=384, **({"conv_group_size": 2} if version == 2 else {})).to(torch.bfloat16)
     dense.save_pretrained(tmp_path)
     config = CONFIGS[kind]()
@@ -41,5 +41,5 @@ def test_a_quantized_draft_loads_with_a_warning_and_keeps_the_text(kind, version
     assert type(draft.fc.weight) is not type(dense.fc.weight)
     assert draft.dtype is torch.bfloat16
     for dtype in (torch.float32, torch.float16):
-        found = compare(FAMILIES["qwen3"].build(0).to(dtype), draft, prompt(), max_new_tokens=12, do_sample=False)
-        assert found.same or (dtype is torch.float16 and found.within_tolerance), found
+        result = compare(FAMILIES["qwen3"].build(0).to(dtype), draft, prompt(), max_new_tokens=12, do_sample=False)
+        assert result.same or (dtype is torch.float16 and result.within_tolerance), result

@@ -1,7 +1,7 @@
-"""Exactness of the roll-back, independent of the decoding loop.
+"""Exactness of the rollback, independent of the decoding loop.
 
-Every family reads the same text in blocks whose rejected ends are spoiled, for every number of accepted tokens. The
-logits of the accepted tokens must be those of plain one-token decoding, and two different patterns must leave equal
+Every family reads the same text in blocks with a corrupted rejected part, for every number of accepted tokens. The
+logits of the accepted tokens must equal those of plain one-token decoding, and two different patterns must leave equal
 caches.
 """
 
@@ -17,10 +17,10 @@ from hf_dflash.target.cache import TargetCache
 from hf_dflash.target.cache.recurrent import RecurrentLayer
 
 NEW = 36
-#: Prompts of one token, below and at the convolution width, in the middle, and beyond windows and chunks (8 and 64).
+#: Prompt lengths: one token, below and at the convolution width, medium, longer than windows and chunks (8 and 64).
 PROMPTS = [1, 3, 4, 11, 70]
-#: fp32 sums in another order differ by 1e-7 of a value; the wide random weights amplify that to 4e-5 of the largest
-#: logit at most. A state of another position differs by as much as the largest logit itself.
+#: fp32 sums in a different order differ by a relative 1e-7, which the large random weights amplify to at most 4e-5 of
+#: the largest logit. A state of another position differs by as much as the largest logit itself.
 ROUNDING = 2e-4
 EXACT = list(FAMILIES)
 RECURRENT = [name for name in EXACT if FAMILIES[name].recurrent]
@@ -29,14 +29,14 @@ _texts: dict[tuple[str, int], tuple[torch.Tensor, torch.Tensor]] = {}
 
 
 def model_of(name: str):
-    """A family's target, built once for this module."""
+    """Return a family's target, built once for this module."""
     if name not in _models:
         _models[name] = FAMILIES[name].build(0)
     return _models[name]
 
 
 def text_of(name: str, length: int):
-    """Plain greedy text behind a prompt of `length` tokens, and its logits."""
+    """Return a prompt of `length` tokens with its plain greedy text, and the logits."""
     if (name, length) not in _texts:
         prompt = torch.randint(5, 300, (1, length), generator=torch.Generator().manual_seed(length))
         _texts[name, length] = decode_plainly(model_of(name), prompt, NEW)
@@ -44,16 +44,16 @@ def text_of(name: str, length: int):
 
 
 def assert_exact(name: str, length: int, block_size: int, kept, commit=None) -> object:
-    """Read the family's text in blocks; return the cache that is left."""
+    """Read the family's text in blocks, compare the logits and return the final cache."""
     text, logits = text_of(name, length)
-    seen, cache = read_in_blocks(model_of(name), text, length, block_size, kept, commit)
-    error = float((seen - logits).abs().max() / logits.abs().max())
+    outputs, cache = read_in_blocks(model_of(name), text, length, block_size, kept, commit)
+    error = float((outputs - logits).abs().max() / logits.abs().max())
     assert error < ROUNDING, f"logits differ by {error:.1e} of the largest"
     return cache
 
 
 def random_kept(block_size: int, seed: int):
-    """Endless random numbers of accepted tokens."""
+    """Yield random numbers of accepted tokens forever."""
     generator = random.Random(seed)
     while True:
         yield generator.randint(1, block_size)
@@ -82,12 +82,12 @@ def test_two_patterns_leave_equal_caches(name, record_property, length=70):
     scale = float(text_of(name, length)[1].abs().max())
     for kind, value in differences.items():
         record_property(kind, value)
-    # Recurrent states are sums over all tokens and larger than a logit, so they get ten times the room.
+    # Recurrent states are sums over all tokens and larger than a logit, so allow ten times the tolerance.
     assert all(value < 10 * ROUNDING * scale for value in differences.values()), differences
 
 
 def skip_replay(target_cache: TargetCache, kept: torch.Tensor, verified: int) -> None:
-    """The deliberate bug: attention layers roll back, recurrent layers keep the whole block."""
+    """A deliberate bug: attention layers roll back, but recurrent layers keep the whole block."""
     for layer in target_cache._block_layers:
         if isinstance(layer, RecurrentLayer):
             layer.begin_block()
@@ -103,7 +103,7 @@ def test_negative_control_without_the_replay_the_text_is_wrong(name):
 
 @pytest.mark.parametrize("name", ["llama", "mistral", "llama4"])
 def test_negative_control_one_entry_too_many(name):
-    """Attention layers that keep one rejected token are seen, too."""
+    """Attention layers that keep one rejected token are detected too."""
 
     def keep_one_more(target_cache, kept, verified):
         TargetCache.commit(target_cache, (kept + 1).clamp(max=verified), verified)

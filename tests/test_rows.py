@@ -1,4 +1,4 @@
-"""What of a batch's arguments belongs to one row."""
+"""Splitting the arguments of a batch into rows."""
 
 import pytest
 import torch
@@ -22,7 +22,7 @@ def batch_kwargs():
     }
 
 
-def test_each_row_gets_its_own_part():
+def test_each_row_gets_its_own_slice():
     kwargs = batch_kwargs()
     row = row_kwargs(kwargs, 1, 2)
     assert row["attention_mask"].tolist() == [[0, 1, 1]]
@@ -33,7 +33,7 @@ def test_each_row_gets_its_own_part():
     assert row[CACHE_KEYWORD] is not kwargs[CACHE_KEYWORD] and len(row[CACHE_KEYWORD].layers) == 0
 
 
-def test_three_dimensional_positions_are_cut_along_the_batch():
+def test_three_dimensional_positions_are_sliced_along_the_batch():
     kwargs = batch_kwargs() | {"position_ids": torch.arange(18).view(3, 2, 3)}
     assert row_kwargs(kwargs, 1, 2)["position_ids"].tolist() == [[[3, 4, 5]], [[9, 10, 11]], [[15, 16, 17]]]
 
@@ -45,7 +45,7 @@ def test_one_row_keeps_its_arguments_and_its_cache():
 
 
 @pytest.mark.parametrize("name", ["pixel_values", "image_grid_thw"])
-def test_inputs_that_are_not_laid_out_by_rows_are_refused(name):
+def test_inputs_that_cannot_be_split_by_row_are_refused(name):
     with pytest.raises(UnsupportedOptionError, match=name):
         row_kwargs(batch_kwargs() | {name: torch.zeros(4, 3)}, 0, 2)
 

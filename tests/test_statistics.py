@@ -1,4 +1,4 @@
-"""The figures of a call, by hand."""
+"""The metrics of a call, checked against hand-computed values."""
 
 import json
 import math
@@ -10,10 +10,10 @@ from hf_dflash import DFlashStatistics
 from hf_dflash.decoding.statistics import RoundTrace
 
 
-def test_every_figure_of_four_rounds():
+def test_every_metric_of_four_rounds():
     statistics = DFlashStatistics(prefills=1)
-    for proposed, accepted, committed, held in ((3, 3, 4, 10), (3, 0, 1, 30), (3, 2, 3, 20), (1, 1, 1, 20)):
-        statistics.add_round(proposed, accepted, committed, held)
+    for proposed, accepted, committed, num_bytes in ((3, 3, 4, 10), (3, 0, 1, 30), (3, 2, 3, 20), (1, 1, 1, 20)):
+        statistics.add_round(proposed, accepted, committed, num_bytes)
     assert statistics.rounds == 4 and statistics.new_tokens == 10
     assert statistics.tau == 9 / 4
     assert statistics.acceptance_rate == 6 / 10
@@ -30,7 +30,7 @@ def test_before_the_first_round():
     assert statistics.as_dict()["rounds"] == 0
 
 
-def test_phases_and_what_is_outside_of_them_add_up(monkeypatch):
+def test_phases_and_the_rest_add_up(monkeypatch):
     clock = iter([0.0, 1.0, 4.0, 6.0, 7.5, 10.0])
     monkeypatch.setattr("hf_dflash.decoding.statistics.time.perf_counter", lambda: next(clock))
     statistics = DFlashStatistics()
@@ -50,7 +50,7 @@ def test_an_exception_still_ends_its_phase():
     assert statistics.seconds["accept"] > 0
 
 
-def test_the_trace_is_appended_to_and_closed_after_an_error(tmp_path):
+def test_the_trace_is_appended_to_and_closed_on_error(tmp_path):
     path = tmp_path / "rounds.jsonl"
     for row in range(2):
         with RoundTrace(path) as trace:

@@ -1,4 +1,4 @@
-"""The target as decoding sees it: taps, layers, embedding, prefill and the arguments of later tokens."""
+"""The target as decoding sees it: taps, layers, embedding, prefill and `model_kwargs` of later tokens."""
 
 import threading
 
@@ -28,32 +28,32 @@ def test_taps_are_the_layers_own_outputs(llama):
     target = Target(llama)
     with target.taps([0, 2]) as taps, taps.recording():
         output = run(llama, prompt(), output_hidden_states=True)
-    got = None
+    result = None
     with target.taps([2, 0]) as taps:
         with taps.recording():
             run(llama, prompt())
-        got = taps.take(torch.device("cpu"))
+        result = taps.take(torch.device("cpu"))
     # Tap i is what transformers calls hidden_states[i + 1]; the order is that of the ids.
-    assert torch.equal(got, torch.cat([output.hidden_states[3], output.hidden_states[1]], dim=-1))
+    assert torch.equal(result, torch.cat([output.hidden_states[3], output.hidden_states[1]], dim=-1))
 
 
-def test_the_last_layers_tap_is_before_the_final_norm(llama):
-    """`hidden_states[-1]` is behind the norm. By hand: the last layer's residual sum."""
+def test_the_last_layers_tap_is_taken_before_the_final_norm(llama):
+    """`hidden_states[-1]` is after the norm. Computed by hand: the last layer's residual sum."""
     target = Target(llama)
     last = llama.model.layers[-1]
     seen = {}
     handle = last.post_attention_layernorm.register_forward_hook(lambda m, i, o: seen.update(residual=i[0], normed=o))
     with target.taps([3]) as taps, taps.recording():
         output = run(llama, prompt(), output_hidden_states=True)
-        got = taps.take(torch.device("cpu"))
+        result = taps.take(torch.device("cpu"))
     handle.remove()
-    by_hand = seen["residual"] + last.mlp(seen["normed"])
-    assert torch.equal(got, by_hand)
-    assert torch.equal(llama.model.norm(got), output.hidden_states[-1])
-    assert not torch.allclose(got, output.hidden_states[-1], atol=0.1)
+    expected = seen["residual"] + last.mlp(seen["normed"])
+    assert torch.equal(result, expected)
+    assert torch.equal(llama.model.norm(result), output.hidden_states[-1])
+    assert not torch.allclose(result, output.hidden_states[-1], atol=0.1)
 
 
-def test_taps_hear_their_own_thread_while_recording_only(llama):
+def test_taps_only_record_their_own_thread_inside_recording(llama):
     target, before = Target(llama), dict(llama.model.layers[1]._forward_hooks)
     with target.taps([1]) as taps:
         run(llama, prompt(5))
@@ -63,7 +63,7 @@ def test_taps_hear_their_own_thread_while_recording_only(llama):
             other.join()
             run(llama, prompt(3))
         assert taps.take(torch.device("cpu")).shape == (1, 3, 64)
-        with pytest.raises(UnsupportedTargetError, match="layer 1 .*without its output being seen"):
+        with pytest.raises(UnsupportedTargetError, match="output of decoder layer 1 .*was not captured"):
             taps.take(torch.device("cpu"))
     assert llama.model.layers[1]._forward_hooks == before
 
@@ -90,7 +90,7 @@ def test_a_model_without_layers_or_head_is_refused(llama):
         Target(headless)
 
 
-def test_embedding_is_called_and_a_norm_on_top_of_it_bypassed():
+def test_the_embedding_is_called_and_a_norm_on_top_is_bypassed():
     gemma = FAMILIES["gemma3"].build(0)
     ids = prompt()
     rows = nn.functional.embedding(ids, gemma.get_input_embeddings().weight)
@@ -111,18 +111,18 @@ def test_embedding_is_called_and_a_norm_on_top_of_it_bypassed():
     assert torch.equal(Target(llama).embed(ids), plain)
 
 
-def test_token_types_are_carried_token_by_token(llama):
-    """Type 1 marks image positions. The prompt ends with a text token, so all that follows is text."""
+def test_token_types_are_extended_one_token_at_a_time(llama):
+    """Type 1 marks image positions. The prompt ends with a text token, so everything after it is text."""
     target = Target(llama)
     kwargs = {"token_type_ids": torch.tensor([[1, 1, 1, 0]]), "position_ids": torch.arange(4)[None]}
     advanced = target.advance(ModelOutput(), kwargs, 3)
     assert advanced["token_type_ids"].tolist() == [[1, 1, 1, 0, 0, 0, 0]]
     assert advanced["position_ids"].tolist() == [[0, 1, 2, 3, 4, 5, 6]]
-    assert kwargs["token_type_ids"].shape == (1, 4), "the caller's arguments are left alone"
+    assert kwargs["token_type_ids"].shape == (1, 4), "the caller's arguments must not be modified"
     assert target.advance(ModelOutput(), kwargs, 0) == kwargs
 
 
-def test_a_prompt_is_tapped_whole_where_late_layers_share_keys():
+def test_the_whole_prompt_is_tapped_if_late_layers_share_keys():
     family = FAMILIES.get("gemma4")
     if family is None or not family.available:
         pytest.skip("this transformers has no Gemma 4")

@@ -1,15 +1,11 @@
-"""Tiny random drafts for tests.
-
-Owns: building a draft of any shape in a few milliseconds, with weights large enough that every part of the network
-shows in the output. Does not know: targets, layouts, caches.
-"""
+"""Tiny random drafts of any shape, with weights large enough that every part of the network affects the output."""
 
 import torch
 
 from hf_dflash.draft.configuration_dflash import DFlashConfig
 from hf_dflash.draft.modeling_dflash import DFlashDraftModel, GroupedDynamicCausalConv
 
-# Kind of draft -> (layer types, causal in the block per layer, None for the default).
+# Kind of draft -> (layer types, whether each layer is causal in the block, None for the default).
 LAYER_KINDS = {
     "full": (["full_attention"] * 2, None),
     "sliding_causal": (["sliding_attention"] * 2, None),
@@ -29,7 +25,7 @@ def tiny_config(
     sliding_window: int = 6,
     **overrides,
 ) -> DFlashConfig:
-    """A small canonical configuration; `overrides` are further keys of `DFlashConfig`."""
+    """Build a small canonical configuration; `overrides` are further keys of `DFlashConfig`."""
     layer_types = layer_types or ["full_attention"] * 2
     values = {
         "dflash_version": version,
@@ -65,11 +61,11 @@ def tiny_draft(
     initializer_range: float | None = None,
     **overrides,
 ) -> DFlashDraftModel:
-    """A random draft in float32, eval mode. Equal arguments give equal weights; the global random state is left alone.
+    """Build a random draft in float32, eval mode. Equal arguments give equal weights; the global RNG is untouched.
 
     At the usual `initializer_range` of 0.02 attention is nearly uniform and hides wrong masks and positions, so the
-    default is ten times that. In version 2 it is 0.07: there the input shapes its own kernels, and at 0.2 the last bit
-    of an input moves the output by 7e-5, at 0.07 by 4e-6; shifting the context by one moves it by 0.26 on average.
+    default is ten times that. In version 2, whose kernels depend on the input, it is 0.07: there the last bit of an
+    input moves the output by 4e-6 (at 0.2 by 7e-5), and shifting the context by one moves it by 0.26 on average.
     """
     config = tiny_config(
         version,
@@ -92,13 +88,13 @@ def tiny_draft(
                 if isinstance(module, GroupedDynamicCausalConv):
                     module.base_kernel.add_(torch.randn_like(module.base_kernel), alpha=0.3)
             if draft.d2t is not None:
-                # Every draft id gets a target id of its own, in rising order.
+                # Every draft id gets a distinct target id, in ascending order.
                 chosen = torch.randperm(vocab_size)[: draft.d2t.numel()].sort().values
                 draft.d2t.copy_(chosen - torch.arange(draft.d2t.numel()))
     return draft
 
 
 def tiny_draft_of_kind(kind: str, version: int = 1, **overrides) -> DFlashDraftModel:
-    """A tiny draft with one of the `LAYER_KINDS`."""
+    """Build a tiny draft with one of the `LAYER_KINDS`."""
     layer_types, layer_causal = LAYER_KINDS[kind]
     return tiny_draft(version, layer_types, layer_causal=layer_causal, **overrides)

@@ -1,7 +1,4 @@
-"""A tiny target with a tokenizer and a tiny draft, as folders: what the command line is tested on.
-
-Owns: writing the two. Does not know: commands.
-"""
+"""Writes a tiny target with a tokenizer and a tiny draft to folders, for the tests of the command line."""
 
 from pathlib import Path
 from typing import NamedTuple
@@ -25,7 +22,7 @@ class Folders(NamedTuple):
 
 
 def byte_tokenizer() -> PreTrainedTokenizerFast:
-    """A token per byte and a few special ones: 261 in all, of which the model's vocabulary of 264 has some to spare."""
+    """Return a tokenizer with one token per byte and a few special ones: 261 of the model's 264 vocabulary entries."""
     bytes_ = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokenizer = Tokenizer(models.BPE(vocab={char: i for i, char in enumerate(bytes_)}, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -48,14 +45,14 @@ def write_tiny_pair(folder: Path) -> Folders:
         num_key_value_heads=2,
         vocab_size=264,
         max_position_embeddings=512,
-        # Wide enough weights that the text is varied; at the default 0.02 a random model repeats one token.
+        # Weights wide enough for varied text; at the default 0.02 a random model repeats one token.
         initializer_range=0.6,
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
         bos_token_id=None,
     )
-    places = Folders(str(folder / "target"), str(folder / "draft"))
-    LlamaForCausalLM(config).save_pretrained(places.target)
-    tokenizer.save_pretrained(places.target)
-    tiny_draft(vocab_size=264, mask_token_id=tokenizer.convert_tokens_to_ids("<|mask|>")).save_pretrained(places.draft)
-    return places
+    folders = Folders(str(folder / "target"), str(folder / "draft"))
+    LlamaForCausalLM(config).save_pretrained(folders.target)
+    tokenizer.save_pretrained(folders.target)
+    tiny_draft(vocab_size=264, mask_token_id=tokenizer.convert_tokens_to_ids("<|mask|>")).save_pretrained(folders.draft)
+    return folders

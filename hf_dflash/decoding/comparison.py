@@ -1,15 +1,12 @@
-"""Whether a draft changed the text, and if it did, whether rounding explains it.
+"""Checks whether a draft changed the text, and if so, whether rounding explains it.
 
-Owns: the first difference of two texts, the margin by which the target chose there, and the bound that its own rounding
-sets.
+Finds the first difference of two texts, the margin of the target's choice there, and a bound on its rounding error.
 
-Does not know: how a draft works, prompt sets, reports.
-
-The rule: a forward of several tokens adds up in another order than forwards of one token, so where the target's two
-best choices are closer to each other than that rounding, either may win. The rounding is measured, not assumed: the
-target reads the text around the difference again, without any draft, several tokens at a time, and the largest change
-of a logit is its rounding there. Both logits of a pair may move by that much, so the bound is twice it, and never less
-than one step of the target's dtype at the chosen logit.
+The rule: a forward over several tokens sums in a different order than one-token forwards, so if the target's top two
+choices are closer than the rounding error, either may win. The error is measured, not assumed: the target runs over the
+text around the difference again, without any draft, several tokens at a time, and the largest change of a logit is its
+rounding error there. Both logits of a pair may move by that much, so the bound is twice it, and at least one step of
+the target's dtype at the chosen logit.
 """
 
 from collections.abc import Iterator, Mapping
@@ -24,11 +21,11 @@ from hf_dflash.draft.errors import UnsupportedOptionError
 from hf_dflash.draft.modeling_dflash import DFlashDraftModel
 from hf_dflash.target.cache import CACHE_KEYWORD
 
-#: Options of `generate` that only a call with a draft knows.
+#: Options of `generate` that are only valid with a draft.
 DRAFT_OPTIONS = ("block_size", "num_assistant_tokens", "stats", "trace")
-#: Tokens that share the last forward of a reading: so many before the one that is judged (None: all), and behind it.
+#: Tokens that share the last forward with the one being checked: how many before it (None: all), and how many after.
 BEFORE = (None, 0, 3, 7)
-BEHIND = 8
+AFTER = 8
 
 
 @dataclass(frozen=True)
@@ -38,13 +35,13 @@ class Comparison:
     Attributes:
         length: new tokens of the longer text.
         dtype: the target's dtype, such as "bfloat16".
-        first_difference: 0-based new token where they part; None when they are the same.
-        margin: how far the token that plain generate chose there was ahead of the next: a difference of scores (logits
-            behind the logits processors), or for a sampled token of scores with the draw's noise added. None when the
-            texts are the same, when one merely stopped sooner, or when the target does not repeat its own text.
-        bound: twice the largest change of a score there between readings of the target; None like `margin`.
-        within_tolerance: whether the difference is explained: `margin <= bound`, or another reading itself would have
-            chosen what the other text has.
+        first_difference: index (0-based) of the first new token that differs; None if the texts are the same.
+        margin: gap between plain generate's token there and the runner-up: a difference of scores (logits after the
+            logits processors), for a sampled token with the noise of the draw added. None if the texts are the same,
+            if one only stopped earlier, or if the target does not reproduce its own text.
+        bound: twice the largest change of a score there between forwards of the target; None if `margin` is.
+        within_tolerance: whether rounding explains the difference: `margin <= bound`, or one of the target's other
+            forwards would have chosen the other text's token.
     """
 
     length: int
@@ -56,7 +53,7 @@ class Comparison:
 
     @property
     def same(self) -> bool:
-        """Whether the texts are the same, token for token."""
+        """Whether the texts are identical, token for token."""
         return self.first_difference is None
 
 
@@ -68,16 +65,16 @@ def compare(
     seed: int = 0,
     **options: Any,
 ) -> Comparison:
-    """Decode one prompt plainly and with the draft, from the same seed, and compare.
+    """Decode one prompt with and without the draft, from the same seed, and compare the texts.
 
     Args:
         target, draft: the pair.
-        inputs: one prompt: what the tokenizer returns, or `(1, length)` ids, all of them real.
-        seed: of both runs; the global random state is left as it was.
-        options: of `generate`, for both runs. Objects that remember earlier calls do not belong here.
+        inputs: one prompt: the tokenizer's output, or `(1, length)` ids without padding.
+        seed: seed of both runs; the global random state is left unchanged.
+        options: options of `generate` for both runs. Do not pass objects that keep state between calls.
 
     Raises:
-        UnsupportedOptionError: several prompts, or several answers to one.
+        UnsupportedOptionError: several prompts, or several answers to one prompt.
     """
     inputs = dict(inputs) if isinstance(inputs, Mapping) else {"input_ids": inputs}
     inputs.setdefault("attention_mask", torch.ones_like(inputs["input_ids"]))
@@ -90,8 +87,8 @@ def compare(
     plain, other = texts
     if plain.shape[0] != 1:
         raise UnsupportedOptionError(
-            f"`compare` was given {plain.shape[0]} texts to compare; it takes one prompt and one answer. Call it once "
-            "per prompt, without `num_return_sequences`."
+            f"`compare` takes one prompt and one answer, but got {plain.shape[0]} texts. Call it once per prompt, "
+            "without `num_return_sequences`."
         )
     return compare_texts(target, inputs, plain[0], other[0], seed=seed, **plain_options)
 
@@ -108,10 +105,10 @@ def compare_texts(
     """Compare plain generate's text with another one; the target runs again only if they differ.
 
     Args:
-        target: which wrote both.
-        inputs: the prompt, `input_ids` `(1, length)` and what goes with it, the `attention_mask` among it.
+        target: the model that generated both.
+        inputs: the prompt: `input_ids` `(1, length)`, `attention_mask` and any other model inputs.
         plain, other: `(length,)` ids, prompt included.
-        seed, options: with which plain generate wrote its text.
+        seed, options: those with which plain generate produced its text.
     """
     prompt_length = inputs["input_ids"].shape[1]
     dtype = str(target.dtype).removeprefix("torch.")
@@ -131,8 +128,8 @@ def compare_texts(
     changes = [choice.scale * change for change in _changes(target, inputs, plain, position, choice.logits)]
     step = torch.finfo(target.dtype).eps * abs(float(choice.scores[choice.token]))
     bound = max(step, *(2 * float(change.abs().max()) for change in changes))
-    others = {choice.winner_after(change) for change in changes}
-    explained = choice.margin <= bound or int(other[position]) in others
+    winners = {choice.winner_after(change) for change in changes}
+    explained = choice.margin <= bound or int(other[position]) in winners
     return Comparison(length, dtype, position - prompt_length, choice.margin, bound, explained)
 
 
@@ -141,10 +138,10 @@ class _Choice:
     """How plain generate chose a token.
 
     Attributes:
-        token: what it chose.
-        logits, scores: `(vocabulary,)` in float32, before and behind the logits processors.
-        noise: `(vocabulary,)` what a draw adds to the scores before the largest wins; zeros in greedy decoding.
-        scale: how much a change of a logit changes its score: 1 / temperature.
+        token: the chosen token.
+        logits, scores: `(vocabulary,)` in float32, before and after the logits processors.
+        noise: `(vocabulary,)` noise that a draw adds to the scores before the argmax; zeros for greedy decoding.
+        scale: change of a score per change of its logit: 1 / temperature.
     """
 
     token: int
@@ -155,17 +152,17 @@ class _Choice:
 
     @property
     def margin(self) -> float:
-        """How far the winner is ahead of the next."""
+        """Gap between the winner and the runner-up."""
         best, second = (self.scores + self.noise).topk(2).values.tolist()
         return best - second
 
     def winner_after(self, change: torch.Tensor) -> int:
-        """What would be chosen if the scores had changed by so much."""
+        """Return the token that would be chosen if the scores changed by `change`."""
         return int((self.scores + change + self.noise).argmax())
 
 
 class _RandomState(LogitsProcessor):
-    """Remembers the state of the random generator before each draw; changes nothing."""
+    """Saves the random state before each draw; returns the scores unchanged."""
 
     def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor) -> torch.FloatTensor:
         on_cpu = scores.device.type == "cpu"
@@ -173,10 +170,10 @@ class _RandomState(LogitsProcessor):
         return scores
 
     def draw(self, scores: torch.Tensor) -> torch.Tensor:
-        """The noise of the draw from the remembered state.
+        """Return the noise of the draw from the saved state.
 
-        `torch.multinomial` of one token is an exponential race: the largest p / q wins, q exponential, so the noise on
-        a log scale is -log q.
+        `torch.multinomial` of one token is an exponential race: the largest p / q wins, with q exponential, so on a log
+        scale the noise is -log q.
         """
         generator = torch.Generator(scores.device)
         generator.set_state(self.state)
@@ -184,12 +181,12 @@ class _RandomState(LogitsProcessor):
 
 
 def _choice_after(target: PreTrainedModel, inputs: Mapping[str, Any], count: int, options: dict[str, Any]) -> _Choice:
-    """Plain generate's choice of the `count`-th new token."""
+    """Return plain generate's choice of the `count`-th new token."""
     state = _RandomState()
-    own = {name: value for name, value in options.items() if name not in ("max_length", "streamer")}
-    own |= {"max_new_tokens": count, "return_dict_in_generate": True, "output_scores": True, "output_logits": True}
-    own["logits_processor"] = LogitsProcessorList([*(options.get("logits_processor") or []), state])
-    output = target.generate(**inputs, **own)
+    kwargs = {name: value for name, value in options.items() if name not in ("max_length", "streamer")}
+    kwargs |= {"max_new_tokens": count, "return_dict_in_generate": True, "output_scores": True, "output_logits": True}
+    kwargs["logits_processor"] = LogitsProcessorList([*(options.get("logits_processor") or []), state])
+    output = target.generate(**inputs, **kwargs)
     logits, scores = output.logits[-1][0].float(), output.scores[-1][0].float()
     token = int(output.sequences[0, -1])
     config = options.get("generation_config") or target.generation_config
@@ -207,35 +204,35 @@ def _changes(
     position: int,
     logits: torch.Tensor,
 ) -> Iterator[torch.Tensor]:
-    """How the logits `(vocabulary,)` that decide `position` of a text change from reading to reading.
+    """Yield how the logits `(vocabulary,)` that decide `position` of a text change from forward to forward.
 
-    A verify forward reads a token together with some before it, and with candidates behind it, whatever they are: here
-    the text's own continuation, and its beginning where the text ends.
+    A verify forward processes a token together with some before it and with arbitrary candidates after it: here the
+    text's own continuation, wrapping around to its start at the end of the text.
 
     Example:
-        position 20 is decided by the logits of token 19. With 3 before it and 8 behind, a first forward reads tokens
-        0..15, and a second one 16..27, whose ninth logits from the end are those of token 19.
+        position 20 is decided by the logits of token 19. With 3 tokens before it and 8 after, a first forward runs over
+        tokens 0..15 and a second over 16..27, whose ninth logits from the end are those of token 19.
     """
-    ids = torch.cat([text, text])[: position + BEHIND]
+    ids = torch.cat([text, text])[: position + AFTER]
     kept = len(ids) - position + 1
     keep = {"logits_to_keep": kept} if "logits_to_keep" in signature(target.forward).parameters else {}
     whole = _extended(inputs, ids)
     for before in BEFORE:
         first = 0 if before is None else max(0, position - 1 - before)
         if first == 0:
-            read = target(**whole, **keep, use_cache=False)
+            outputs = target(**whole, **keep, use_cache=False)
         elif inputs.keys() <= {"input_ids", "attention_mask"}:
             mask = whole["attention_mask"]
             state = {CACHE_KEYWORD: DynamicCache(config=target.config), "use_cache": True}
             target(input_ids=whole["input_ids"][:, :first], attention_mask=mask[:, :first], **keep, **state)
-            read = target(input_ids=whole["input_ids"][:, first:], attention_mask=mask, **keep, **state)
-        else:  # images and the like belong to a prompt that is read at once
+            outputs = target(input_ids=whole["input_ids"][:, first:], attention_mask=mask, **keep, **state)
+        else:  # a prompt with images and the like cannot be split
             continue
-        yield read.logits[0, -kept].float().to(logits.device) - logits
+        yield outputs.logits[0, -kept].float().to(logits.device) - logits
 
 
 def _extended(inputs: Mapping[str, Any], ids: torch.LongTensor) -> dict[str, Any]:
-    """The inputs with the prompt replaced by the longer text `(length,)`: real tokens behind it, of token type 0."""
+    """Return the inputs with the prompt extended to the text `(length,)`: real tokens of token type 0 after it."""
     prompt = inputs["input_ids"]
     extended = {**inputs, "input_ids": ids[None].to(prompt.device)}
     for name, value in inputs.items():
@@ -250,5 +247,5 @@ def _ids(output: Any) -> torch.LongTensor:
 
 
 def _generator_devices(target: PreTrainedModel) -> list[torch.device]:
-    """The devices whose random state a run uses, the CPU aside."""
+    """Return the devices, other than the CPU, whose random state a run uses."""
     return [target.device] if target.device.type == "cuda" else []

@@ -1,9 +1,7 @@
-"""How `assistant_model=` finds the DFlash loop.
+"""Dispatches `assistant_model=` to the DFlash loop.
 
-Owns: the one dispatch on `GenerationMixin.generate`, installed once by `import hf_dflash`, and the one on the
-pipelines' assistant loading. Any assistant that is not a DFlash draft goes through untouched.
-
-Does not know: decoding.
+`import hf_dflash` wraps `GenerationMixin.generate` and the assistant loading of pipelines, once. An assistant that is
+not a DFlash draft is passed through unchanged.
 """
 
 import copy
@@ -33,18 +31,19 @@ _INSTALLED = "_hf_dflash_dispatch"
 
 
 def install() -> None:
-    """Let `generate(assistant_model=<DFlash draft>)` and `pipeline(..., assistant_model=...)` reach the DFlash loop;
-    safe twice.
+    """Let `generate(assistant_model=<DFlash draft>)` and `pipeline(..., assistant_model=...)` reach the DFlash loop.
+
+    Calling it more than once has no effect.
     """
     block_attention.install()
     if not hasattr(GenerationMixin.generate, _INSTALLED):
-        GenerationMixin.generate = _dispatching(GenerationMixin.generate)
+        GenerationMixin.generate = _wrap_generate(GenerationMixin.generate)
     if not hasattr(pipelines_base.load_assistant_model, _INSTALLED):
-        pipelines_base.load_assistant_model = _loading_drafts(pipelines_base.load_assistant_model)
+        pipelines_base.load_assistant_model = _wrap_assistant_loading(pipelines_base.load_assistant_model)
 
 
-def _dispatching(plain_generate):
-    """Wrap `generate`: a DFlash draft as `assistant_model`, or a `DFlashGenerate` as `custom_generate`, takes our
+def _wrap_generate(plain_generate):
+    """Wrap `generate`: a DFlash draft as `assistant_model`, or a `DFlashGenerate` as `custom_generate`, uses our
     loop.
     """
     signature = inspect.signature(plain_generate)
@@ -53,11 +52,11 @@ def _dispatching(plain_generate):
     def generate(self, *args: Any, **kwargs: Any):
         call = signature.bind(self, *args, **kwargs).arguments
         draft, method = call.get("assistant_model"), call.get("custom_generate")
-        if _is_ours_to_run(draft):
+        if _uses_our_loop(draft):
             if method is not None:
                 raise UnsupportedOptionError(
-                    f"Both `assistant_model` (a DFlash draft) and `custom_generate` ({method!r}) were given; each is "
-                    "a decoding method. Give one of them."
+                    f"Both `assistant_model` (a DFlash draft) and `custom_generate` ({method!r}) were given, but each "
+                    "selects a decoding method. Pass only one of them."
                 )
             method = DFlashGenerate(adopt_draft(draft))
         elif not isinstance(method, DFlashGenerate):
@@ -68,16 +67,17 @@ def _dispatching(plain_generate):
     return generate
 
 
-def _is_ours_to_run(assistant: Any) -> bool:
-    """Whether an assistant is a DFlash draft that core does not run itself: the native Muse assistant stays with
-    core.
+def _uses_our_loop(assistant: Any) -> bool:
+    """Return whether an assistant is a DFlash draft that core does not run itself (the native Muse assistant is left
+    to core).
     """
     return assistant is not None and not isinstance(assistant, MuseGlimmerAssistantModel) and is_draft(assistant)
 
 
 def _call_core(plain_generate: Any, model: Any, call: dict[str, Any], method: DFlashGenerate) -> Any:
-    """Call core's `generate` with the draft's own options resolved, and with what core would withhold from a custom
-    decoding method (streamer, tokenizer, `synced_gpus`) carried past it."""
+    """Call core's `generate` with the draft's own options resolved. What core does not pass on to a custom decoding
+    method (streamer, tokenizer, `synced_gpus`) is handed over separately.
+    """
     arguments = {name: value for name, value in call.items() if name not in ("self", "kwargs", "assistant_model")}
     options = dict(call.get("kwargs", {}))
     refuse_encoder_decoder(model.config)
@@ -96,22 +96,23 @@ def _call_core(plain_generate: Any, model: Any, call: dict[str, Any], method: DF
         trace=options.pop("trace", method.trace),
         synced=needs_lockstep(model, call.get("synced_gpus")),
     )
-    model = _carry_stop_strings(model, arguments, options)
+    model = _convert_stop_strings(model, arguments, options)
     return plain_generate(model, **arguments, **options)
 
 
 def _first_set(name: str, *sources: dict[str, Any]) -> Any:
-    """The first value that is set; a call's options go before its generation config, and that before the model's."""
+    """Return the first value that is set. The call's options override its generation config, which overrides the
+    model's.
+    """
     return next((source[name] for source in sources if source.get(name) is not None), None)
 
 
-def _carry_stop_strings(model: Any, arguments: dict[str, Any], options: dict[str, Any]) -> Any:
-    """Turn `stop_strings` into a criterion here: core drops the tokenizer that it needs before it builds criteria for
-    us.
+def _convert_stop_strings(model: Any, arguments: dict[str, Any], options: dict[str, Any]) -> Any:
+    """Turn `stop_strings` into a stopping criterion here, since core drops the tokenizer before it builds the criteria
+    of a custom decoding method.
 
     Returns:
-        the model to generate with: a shallow copy (same weights) where the model's own generation config held the
-            strings.
+        the model to generate with: a shallow copy (same weights) if its own generation config held the strings.
     """
     tokenizer = options.pop("tokenizer", None)
     given, own = arguments.get("generation_config"), model.generation_config
@@ -120,8 +121,7 @@ def _carry_stop_strings(model: Any, arguments: dict[str, Any], options: dict[str
         return model
     if tokenizer is None:
         raise UnsupportedOptionError(
-            f"`stop_strings={strings!r}` was given without a tokenizer to find them with. Pass `tokenizer=` to "
-            "generate as well."
+            f"`stop_strings={strings!r}` requires the tokenizer. Pass `tokenizer=` to generate as well."
         )
     criterion = StopStringCriteria(stop_strings=strings, tokenizer=tokenizer)
     arguments["stopping_criteria"] = StoppingCriteriaList([*(arguments.get("stopping_criteria") or []), criterion])
@@ -140,14 +140,14 @@ def _without_stop_strings(config: GenerationConfig) -> GenerationConfig:
     return config
 
 
-def _loading_drafts(plain_load):
-    """Wrap the pipelines' assistant loading: a DFlash draft keeps its dtype and needs no tokenizer of its own."""
+def _wrap_assistant_loading(plain_load):
+    """Wrap the assistant loading of pipelines: a DFlash draft keeps its dtype and needs no tokenizer."""
 
     @functools.wraps(plain_load)
     def load_assistant_model(model: Any, assistant_model: Any, assistant_tokenizer: Any = None):
         if isinstance(assistant_model, (str, Path)) and is_draft_checkpoint(assistant_model):
             assistant_model = load_draft(assistant_model).to(model.device)
-        if _is_ours_to_run(assistant_model):
+        if _uses_our_loop(assistant_model):
             return assistant_model, None
         return plain_load(model, assistant_model, assistant_tokenizer)
 

@@ -1,10 +1,7 @@
-"""The door: how `generate` reaches the decoding loop.
+"""`DFlashGenerate`, the `custom_generate` callable through which `generate` reaches the decoding loop.
 
-Owns: `DFlashGenerate`, a `custom_generate` callable that core calls with everything prepared; the refusal of options
-that cannot be honored; the splitting of a batch into rows and the joining of their results.
-
-Does not know: the rounds of the loop, checkpoint layouts, command lines. The dispatch of `assistant_model=` is in
-`hf_dflash.decoding.dispatch`.
+It rejects options that cannot be honored, splits a batch into rows, and joins their results. `assistant_model=` is
+dispatched to it by `hf_dflash.decoding.dispatch`.
 """
 
 from collections.abc import Callable, Iterator
@@ -20,14 +17,14 @@ from transformers.generation.streamers import BaseStreamer
 from hf_dflash.decoding.drafting import DFlashCandidateGenerator, draft_context
 from hf_dflash.decoding.loop import decode
 from hf_dflash.decoding.options import refuse_options, resolve_block_size
-from hf_dflash.decoding.rows import padding_before, prompt_length, refuse_early_rows, row_kwargs, row_processors
+from hf_dflash.decoding.rows import padding_before, prompt_length, refuse_stops_without_eos, row_kwargs, row_processors
 from hf_dflash.decoding.statistics import DFlashOutput, DFlashStatistics, RoundTrace
 from hf_dflash.decoding.text import Continuation
 from hf_dflash.draft.errors import DraftDtypeError, UnsupportedOptionError
 from hf_dflash.draft.loading import check_pairing
 from hf_dflash.draft.modeling_dflash import FP16_REASON, DFlashDraftModel
 from hf_dflash.target.cache import CACHE_KEYWORD, TargetCache, tokens_in
-from hf_dflash.target.processes import Agreement, Lockstep, agreement_over
+from hf_dflash.target.processes import Agreement, Lockstep, agreement_for
 from hf_dflash.target.target import Target
 
 
@@ -40,12 +37,12 @@ class DFlashGenerate:
 
     Args:
         draft: the draft, from `hf_dflash.load_draft`.
-        block_size: tokens per block, anchor included, 2 to the checkpoint's block size, which is the default. The
-            `block_size=` or `num_assistant_tokens=` (one less) of a call goes before it.
+        block_size: tokens per block, anchor included, from 2 to the checkpoint's block size, which is the default.
+            `block_size=` or `num_assistant_tokens=` (one less) in the call takes precedence.
         stats: called once per `generate` with the call's `DFlashStatistics`.
-        trace: JSON-lines file that receives one line per round.
-        streamer, synced: set by the dispatch, since core keeps the streamer and `synced_gpus` from custom decoding
-            methods.
+        trace: JSON-lines file; one line is appended per round.
+        streamer, synced: set by the dispatch, since core does not pass the streamer and `synced_gpus` to custom
+            decoding methods.
     """
 
     draft: DFlashDraftModel
@@ -67,19 +64,20 @@ class DFlashGenerate:
         trace: str | Path | None = None,
         **model_kwargs: Any,
     ) -> DFlashOutput | torch.LongTensor:
-        """Decode with everything that core prepared; the signature is that of core's decoding methods.
+        """Decode from the inputs that core prepared; the signature is that of core's decoding methods.
 
         Raises:
-            UnsupportedOptionError: an option that cannot be honored; before the first forward.
-            PairingError: draft and target do not belong together; before the first forward.
-            DraftDtypeError: a weight of the draft is float16; before the first forward.
-            UnsupportedTargetError: a layer of the target cannot be tapped or rolled back; before the first token.
+            UnsupportedOptionError: an option cannot be honored; raised before the first forward.
+            PairingError: draft and target do not match; raised before the first forward.
+            DraftDtypeError: a weight of the draft is float16; raised before the first forward.
+            UnsupportedTargetError: a layer of the target cannot be tapped or rolled back; raised before the first
+                token.
         """
         stats, trace = stats or self.stats, trace or self.trace
         statistics = DFlashStatistics(synchronize=stats is not None or trace is not None)
         try:
             refuse_options(generation_config, model_kwargs, input_ids.shape[0], self.streamer, self.synced)
-            refuse_early_rows(stopping_criteria, input_ids.shape[0])
+            refuse_stops_without_eos(stopping_criteria, input_ids.shape[0])
             target = Target(model)
             call = _Call(
                 draft=self.draft,
@@ -89,16 +87,16 @@ class DFlashGenerate:
                 statistics=statistics,
                 streamer=self.streamer,
                 lockstep=Lockstep(target, self.synced),
-                agree=agreement_over(model),
+                agree=agreement_for(model),
             )
             check_pairing(self.draft, target)
             _refuse_unusable_weights(self.draft)
-            with statistics.whole(), _evaluating(self.draft), RoundTrace(trace) as rounds:
+            with statistics.whole(), _eval_mode(self.draft), RoundTrace(trace) as rounds:
                 rows = [
                     call.decode_row(row, input_ids, logits_processor, stopping_criteria, model_kwargs, rounds)
                     for row in range(input_ids.shape[0])
                 ]
-                call.lockstep.until_all_finish()
+                call.lockstep.run_until_all_finish()
         finally:
             if self.streamer is not None:
                 self.streamer.end()
@@ -108,20 +106,20 @@ class DFlashGenerate:
 
 
 def _refuse_unusable_weights(draft: DFlashDraftModel) -> None:
-    """The draft guards its own casts, but casting one of its parts goes round them; and it must not be offloaded."""
+    """Reject float16 weights (casting a submodule bypasses the draft's own dtype guard) and offloaded ones."""
     for name, parameter in draft.named_parameters():
         if parameter.dtype == torch.float16:
             raise DraftDtypeError(FP16_REASON)
         if parameter.is_meta:
             raise UnsupportedOptionError(
-                f"The draft's weight {name} is offloaded (on the meta device): fetching it anew in every round would "
-                "cost more than drafting gains. Load the draft onto one device; the target may be offloaded."
+                f"The draft's weight {name} is offloaded (on the meta device). Loading it again every round would "
+                "cost more than drafting saves. Load the draft onto a single device; the target may be offloaded."
             )
 
 
 @contextmanager
-def _evaluating(draft: DFlashDraftModel) -> Iterator[None]:
-    """Run a draft that is being trained without its dropout, and hand it back in the mode it was in."""
+def _eval_mode(draft: DFlashDraftModel) -> Iterator[None]:
+    """Put a draft in training mode into eval mode (no dropout) and restore it afterwards."""
     if not draft.training:
         yield
         return
@@ -134,7 +132,7 @@ def _evaluating(draft: DFlashDraftModel) -> Iterator[None]:
 
 @dataclass
 class _Row:
-    """One finished row: its text and the transformers cache that read it."""
+    """One finished row: its text and its transformers cache."""
 
     text: Continuation
     cache: Any
@@ -142,7 +140,7 @@ class _Row:
 
 @dataclass
 class _Call:
-    """What the rows of one `generate` call share."""
+    """State shared by the rows of one `generate` call."""
 
     draft: DFlashDraftModel
     target: Target
@@ -162,7 +160,7 @@ class _Call:
         model_kwargs: dict[str, Any],
         trace: RoundTrace,
     ) -> _Row:
-        """Decode one row of the batch on its own, with the padding it has there."""
+        """Decode one row of the batch on its own, keeping its padding."""
         num_rows = input_ids.shape[0]
         model_kwargs = row_kwargs(model_kwargs, row, num_rows)
         cache = model_kwargs[CACHE_KEYWORD]
@@ -174,13 +172,13 @@ class _Call:
             self.streamer,
             self.agree,
         )
-        read = tokens_in(cache)
-        reach = (read or 0) + prompt_length(input_ids, model_kwargs) + text.room
-        padding = padding_before(model_kwargs.get("attention_mask"), read or 0)
-        context = draft_context(self.draft, cache, None if read is None else read - padding, reach)
+        num_cached = tokens_in(cache)
+        max_length = (num_cached or 0) + prompt_length(input_ids, model_kwargs) + text.remaining_tokens
+        padding = padding_before(model_kwargs.get("attention_mask"), num_cached or 0)
+        context = draft_context(self.draft, cache, None if num_cached is None else num_cached - padding, max_length)
         generator = DFlashCandidateGenerator(self.draft, self.target, context, self.agree)
         with (
-            TargetCache(cache, self.target.model, max_length=reach, block_size=self.block_size) as target_cache,
+            TargetCache(cache, self.target.model, max_length=max_length, block_size=self.block_size) as target_cache,
             self.target.taps(self.draft.config.target_layer_ids) as taps,
         ):
             decode(
@@ -200,7 +198,7 @@ class _Call:
         return _Row(text, cache)
 
     def join(self, rows: list[_Row]) -> DFlashOutput | torch.LongTensor:
-        """The rows as plain generate returns them: padded to the longest behind their stops."""
+        """Join the rows as plain generate returns them: right-padded to the longest row."""
         length = max(row.text.ids.shape[1] for row in rows)
         ids = [row.text.ids for row in rows]
         if any(row_ids.shape[1] < length for row_ids in ids):

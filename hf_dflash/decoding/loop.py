@@ -1,8 +1,6 @@
 """The decoding loop: prefill, then rounds of propose, verify, accept, commit.
 
-Owns: the order of a round and what is handed from one phase to the next.
-
-Does not know: model families, checkpoint layouts, how a layer rolls back, where options came from.
+This module only sets the order of a round and passes data between its phases.
 """
 
 from typing import Any
@@ -33,16 +31,16 @@ def decode(
     trace: RoundTrace,
     row: int = 0,
 ) -> None:
-    """Write one row's text, from its prompt to the stop that plain generate would meet.
+    """Generate one row, from its prompt to the point where plain generate would stop.
 
     Args:
         target, generator, text, target_cache, taps: the parts of this generation; `target_cache` and `taps` are
-            entered.
-        lockstep: what other processes must be told, where they share the target.
-        block_size: block length, anchor included; shortened where fewer tokens fit before the maximal length.
-        generation_config, model_kwargs: as core prepared them for its decoding methods.
-        statistics, trace: what the call tells about itself.
-        row: which row of the batch this is, for the trace.
+            already entered as context managers.
+        lockstep: keeps the processes in step if several share the target.
+        block_size: block length, anchor included; shortened if fewer tokens are left before the maximum length.
+        generation_config, model_kwargs: as prepared by core for its decoding methods.
+        statistics, trace: record what happens in each round.
+        row: index of the row in the batch, for the trace.
     """
     draft_device = generator.device
     windows = attention_windows(target_cache.cache)
@@ -58,16 +56,17 @@ def decode(
 
     anchor_alone = False
     while not text.finished:
-        # A round commits at most one token per input, so no more inputs than there is room for are verified. The draft
-        # may see one position more: with room for 3, it drafts [anchor, mask, mask, mask] and the target reads
-        # [anchor, candidate, candidate].
-        num_inputs = 1 if anchor_alone else min(block_size, text.room)
+        # A round commits at most one token per input, so verify no more inputs than there are tokens left to generate.
+        # The draft may use one more position: with 3 tokens left, it drafts [anchor, mask, mask, mask] and the target
+        # verifies [anchor, candidate, candidate].
+        remaining = text.remaining_tokens
+        num_inputs = 1 if anchor_alone else min(block_size, remaining)
         candidates = text.ids[:, :0]
         with statistics.phase("propose"):
             if num_inputs > 1:
-                candidates = generator.propose(text.anchor_ids, min(block_size, text.room + 1))[:, : num_inputs - 1]
+                candidates = generator.propose(text.anchor_ids, min(block_size, remaining + 1))[:, : num_inputs - 1]
             else:
-                lockstep.instead_of_proposal()
+                lockstep.dummy_proposal()
         draft_bytes = generator.context.num_bytes()
 
         lockstep.before_forward()
@@ -81,7 +80,7 @@ def decode(
             accepted, committed = text.accept(outputs.logits, candidates)
             taken = int(committed)
 
-        # A block that could not be read commits nothing, and its anchor is read once more, alone.
+        # If the candidates made the anchor's logits NaN, nothing is committed and the next round verifies it alone.
         anchor_alone = taken == 0
         with statistics.phase("commit"):
             block_taps = taps.take(draft_device)[:, :taken]
@@ -96,19 +95,19 @@ def decode(
         statistics.add_round(num_inputs - 1, int(accepted), taken, draft_bytes)
         new_ids = text.ids[0, text.ids.shape[1] - taken :]
         trace.add(row, statistics.rounds - 1, ids[0, -num_inputs:], int(accepted), new_ids)
-    lockstep.instead_of_proposal()
+    lockstep.dummy_proposal()
 
 
 def _real_tokens(taps: torch.Tensor, attention_mask: torch.Tensor | None) -> torch.Tensor:
-    """The taps of real tokens: padding never enters the draft's context.
+    """Return the taps of the real tokens; padding never enters the draft's context.
 
     Args:
-        taps: `(1, n, width)` of the n tokens just read.
-        attention_mask: `(1, length)` of everything read so far, or None when nothing is padded.
+        taps: `(1, n, width)` of the last n tokens.
+        attention_mask: `(1, length)` of the whole sequence so far, or None if nothing is padded.
 
     Example:
-        mask [[0, 0, 1, 1, 1]], taps of 5 tokens: columns 2, 3, 4 stay. In a second turn the mask covers 9 tokens of
-        which the forward read the last 4: only the last 4 mask entries speak about these taps.
+        mask [[0, 0, 1, 1, 1]], taps of 5 tokens: keep columns 2, 3, 4. In a second turn the mask covers 9 tokens, of
+        which the forward processed the last 4: only the last 4 mask entries apply to these taps.
     """
     if attention_mask is None:
         return taps

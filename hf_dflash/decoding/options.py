@@ -1,8 +1,5 @@
-"""What the options of `generate` mean together with a DFlash draft.
-
-Owns: the refusal, by name, of every option that cannot be honored; the block size of a call.
-
-Does not know: how any option is carried out.
+"""Options of `generate` with a DFlash draft: reject, by name, every option that cannot be honored, and resolve the
+block size of a call.
 """
 
 from typing import Any
@@ -14,7 +11,7 @@ from hf_dflash.draft.configuration_dflash import DFlashConfig
 from hf_dflash.draft.errors import UnsupportedOptionError
 from hf_dflash.target.cache import CACHE_KEYWORD
 
-#: Options of other kinds of assisted decoding, as they stand in a call or in a generation config.
+#: Options of other assisted decoding methods, as named in a call or a generation config.
 OTHER_ASSISTANCE = (
     "assistant_tokenizer",
     "assistant_early_exit",
@@ -30,10 +27,10 @@ OTHER_ASSISTANCE = (
 
 
 def refuse_other_assistance(*sources: dict[str, Any]) -> None:
-    """Reject options of other assisted decoding methods, before core fills them with defaults.
+    """Reject options of other assisted decoding methods, before core fills in its defaults for them.
 
     Args:
-        sources: the call's keyword arguments and the generation configs' fields, None meaning not set.
+        sources: the call's keyword arguments and the generation configs' fields; None means not set.
 
     Raises:
         UnsupportedOptionError: naming the first such option that is set.
@@ -42,8 +39,8 @@ def refuse_other_assistance(*sources: dict[str, Any]) -> None:
         for name in OTHER_ASSISTANCE:
             if source.get(name) not in (None, False):
                 raise UnsupportedOptionError(
-                    f"`{name}={source[name]!r}` belongs to another kind of assisted decoding and means nothing to a "
-                    "DFlash draft, which shares the target's tokenizer and proposes whole blocks. Leave it out."
+                    f"`{name}={source[name]!r}` is an option of another assisted decoding method. It does not apply to "
+                    "a DFlash draft, which shares the target's tokenizer and proposes whole blocks. Remove it."
                 )
 
 
@@ -57,47 +54,47 @@ def refuse_options(
     """Reject what the decoding loop cannot honor, before the first forward.
 
     Raises:
-        UnsupportedOptionError: naming the option, what was found and what to do.
+        UnsupportedOptionError: naming the option, its value and what to do instead.
     """
     if synced and config.prefill_chunk_size is not None:
         raise UnsupportedOptionError(
-            f"`prefill_chunk_size={config.prefill_chunk_size}` gives every prompt its own number of forwards, while "
-            "`synced_gpus` expects one from each process. Leave one of them out."
+            f"With `prefill_chunk_size={config.prefill_chunk_size}` the number of prefill forwards depends on the "
+            "prompt, but `synced_gpus` expects one per process. Use only one of the two."
         )
-    for option, found, advice in _refusals(config, model_kwargs, num_rows, streamer):
-        raise UnsupportedOptionError(f"A DFlash draft cannot be used with `{option}` (found {found}). {advice}")
+    for option, value, advice in _refusals(config, model_kwargs, num_rows, streamer):
+        raise UnsupportedOptionError(f"A DFlash draft cannot be used with `{option}` (found {value}). {advice}")
 
 
 def _refusals(config: GenerationConfig, model_kwargs: dict[str, Any], num_rows: int, streamer: BaseStreamer | None):
-    """Yield (option, what was found, what to do) for everything that cannot be honored."""
+    """Yield (option, its value, what to do) for everything that cannot be honored."""
     drop_draft = "Drop the option, or decode without the draft."
     if (config.num_beams or 1) > 1:
-        yield "num_beams", config.num_beams, "Beam search is not block decoding; use num_beams=1 or drop the draft."
+        yield "num_beams", config.num_beams, "Beam search does not decode blocks: set num_beams=1 or drop the draft."
     if config.penalty_alpha:
         yield (
             "penalty_alpha",
             config.penalty_alpha,
-            f"Contrastive search looks at every token's hidden state. {drop_draft}",
+            f"Contrastive search needs the hidden state of every token. {drop_draft}",
         )
     if config.dola_layers is not None:
         yield "dola_layers", config.dola_layers, drop_draft
     for name in ("constraints", "force_words_ids"):
         if getattr(config, name, None) is not None:
-            yield name, "a value", f"It needs constrained beam search. {drop_draft}"
+            yield name, "a value", f"It requires constrained beam search. {drop_draft}"
     if not config.use_cache or model_kwargs.get(CACHE_KEYWORD) is None:
         others = [name for name in ("cache_params", "past_key_values") if model_kwargs.get(name) is not None]
         if config.use_cache and others:
-            # Before transformers 5.24, models that are recurrent throughout call their cache by another name.
+            # Before transformers 5.24, fully recurrent models used another name for their cache.
             yield others[0], "the target's cache", "This target needs transformers 5.24 or newer, or no draft."
-        yield "use_cache", config.use_cache, "Verifying a block needs the target's cache: set use_cache=True."
+        yield "use_cache", config.use_cache, "Verifying a block requires the target's cache: set use_cache=True."
     if num_rows > 1:
-        asked = (config.output_scores, config.output_logits, config.output_hidden_states, config.output_attentions)
-        if config.return_dict_in_generate and any(asked):
+        outputs = (config.output_scores, config.output_logits, config.output_hidden_states, config.output_attentions)
+        if config.return_dict_in_generate and any(outputs):
             yield (
                 "output_scores / output_logits / output_hidden_states / output_attentions",
                 f"a batch of {num_rows} rows",
-                "Rows are decoded one after the other, and plain generate also reports what it computes for rows "
-                "that have ended. Ask row by row.",
+                "Rows are decoded one at a time, but plain generate also returns outputs for rows that have already "
+                "finished. Call generate once per row.",
             )
         if streamer is not None:
             yield "streamer", f"a batch of {num_rows} rows", "Stream one row at a time."
@@ -105,25 +102,24 @@ def _refusals(config: GenerationConfig, model_kwargs: dict[str, Any], num_rows: 
             yield (
                 "max_time",
                 f"a batch of {num_rows} rows",
-                "Rows are decoded one after the other; call generate row by row.",
+                "Rows are decoded one at a time; call generate once per row.",
             )
 
 
 def refuse_encoder_decoder(config: Any) -> None:
-    """Reject encoder-decoder targets, before their encoder runs."""
+    """Reject encoder-decoder targets before their encoder runs."""
     if config.is_encoder_decoder:
         raise UnsupportedOptionError(
-            f"A DFlash draft cannot serve an encoder-decoder target (found {config.model_type}, "
-            "is_encoder_decoder=True): it was expected to be a decoder-only causal language model. Drop "
-            "`assistant_model`."
+            f"A DFlash draft does not support encoder-decoder targets (found {config.model_type}, "
+            "is_encoder_decoder=True). Use a decoder-only causal language model, or drop `assistant_model`."
         )
 
 
 def fields_set_in(config: GenerationConfig | None) -> dict[str, Any]:
-    """The fields of a generation config that somebody set; None for those that hold core's own defaults.
+    """Return the fields of a generation config; those that hold core's own defaults are None.
 
-    Core fills its defaults into the configs that it prepares, and a pipeline hands a prepared one to `generate`, so a
-    default there says nothing about what the user wants.
+    Core fills its defaults into the configs it prepares, and pipelines pass such a config to `generate`, so a default
+    value does not mean that the user set it.
     """
     if config is None:
         return {}
@@ -132,12 +128,12 @@ def fields_set_in(config: GenerationConfig | None) -> dict[str, Any]:
 
 
 def resolve_block_size(config: DFlashConfig, block_size: Any = None, num_assistant_tokens: Any = None) -> int:
-    """The block length of a call, anchor included.
+    """Return the block length of a call, anchor included.
 
     Args:
-        config: the draft's configuration, whose `block_size` is the default and the most.
-        block_size: as asked for by `block_size=`.
-        num_assistant_tokens: as asked for by `num_assistant_tokens=`; one less than the block, since the anchor is no
+        config: the draft's configuration, whose `block_size` is the default and the maximum.
+        block_size: the requested `block_size=`.
+        num_assistant_tokens: the requested `num_assistant_tokens=`; one less than the block, since the anchor is not a
             candidate.
 
     Raises:
@@ -153,6 +149,6 @@ def resolve_block_size(config: DFlashConfig, block_size: Any = None, num_assista
     if block_size is not None and block_size != num_assistant_tokens + 1:
         raise UnsupportedOptionError(
             f"block_size={block_size!r} and num_assistant_tokens={num_assistant_tokens} were both given and "
-            "disagree; a block of n tokens has n - 1 candidates. Give one of them."
+            "disagree; a block of n tokens has n - 1 candidates. Pass only one of them."
         )
     return config.checked_block_size(num_assistant_tokens + 1)

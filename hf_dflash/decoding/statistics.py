@@ -1,16 +1,13 @@
-"""What a call tells about itself: statistics, the trace of its rounds, and the output class that carries them.
+"""Metrics of a call: statistics, the trace of its rounds, and the output class that holds them.
 
-Owns: the definition of every figure, once. A *round* is one verify forward of the target. A round *commits* its
-accepted candidates and one bonus token, fewer if a stop cut it.
+Every metric is defined here. A *round* is one verify forward of the target. A round *commits* its accepted candidates
+and one bonus token, or fewer if a stop cuts it.
 
-- acceptance length tau = committed tokens / rounds (1 is what plain decoding reaches; the token of the prefill is not
-  counted);
+- acceptance length tau = committed tokens / rounds (1 for plain decoding; the token from the prefill is not counted);
 - acceptance rate alpha = accepted candidates / proposed candidates;
 - acceptance by position i (1-based) = rounds that accepted at least i candidates / rounds that proposed at least i;
-- seconds by phase: prefill, propose, verify, accept, commit; `rest` is what the call spent outside of them;
-- peak draft bytes: the largest sum of the draft's context cache and the taps waiting to enter it.
-
-Does not know: how a round works.
+- seconds by phase: prefill, propose, verify, accept, commit; `rest` is the time the call spent outside of them;
+- peak draft bytes: the largest total size of the draft's context cache and the taps still to be fused.
 """
 
 import json
@@ -35,16 +32,16 @@ LOW_ACCEPTANCE_TAU = 1.1
 
 @dataclass
 class DFlashStatistics:
-    """Figures of one `generate` call; rows of a batch are added up. Definitions: see the module's first lines.
+    """Metrics of one `generate` call, summed over the rows of a batch. See the module docstring for definitions.
 
     Attributes:
         proposed, accepted, committed: one entry per round, in tokens.
-        prefills: prompts read (rows of the batch).
-        seconds: wall-clock seconds by phase. On a GPU they are exact only with `synchronize`, which a call sets when it
-            was asked for `stats=` or `trace=`; otherwise the phase that waits for the device carries the time of those
-            before it.
-        total_seconds: wall-clock seconds of the decoding, prefill included.
-        peak_draft_bytes: see the module's first lines.
+        prefills: prompts processed (rows of the batch).
+        seconds: wall-clock seconds by phase. On a GPU they are exact only with `synchronize`, which is set if the call
+            passes `stats=` or `trace=`; otherwise the phase that waits for the device also includes the time of the
+            phases before it.
+        total_seconds: wall-clock seconds of decoding, prefill included.
+        peak_draft_bytes: see the module docstring.
     """
 
     proposed: list[int] = field(default_factory=list)
@@ -63,7 +60,7 @@ class DFlashStatistics:
 
     @property
     def new_tokens(self) -> int:
-        """Tokens written, the ones decided by the prefill included."""
+        """Generated tokens, including the ones from the prefill."""
         return sum(self.committed) + self.prefills
 
     @property
@@ -73,12 +70,12 @@ class DFlashStatistics:
 
     @property
     def acceptance_rate(self) -> float:
-        """Accepted candidates over proposed candidates; NaN when none was proposed."""
+        """Accepted candidates over proposed candidates; NaN if none was proposed."""
         return sum(self.accepted) / sum(self.proposed) if sum(self.proposed) else float("nan")
 
     @property
     def acceptance_by_position(self) -> list[float]:
-        """Entry i - 1: share of the rounds with at least i candidates that accepted at least i."""
+        """Entry i - 1: fraction of the rounds with at least i candidates that accepted at least i."""
         shares = []
         for position in range(1, max(self.proposed, default=0) + 1):
             tried = sum(n >= position for n in self.proposed)
@@ -87,7 +84,7 @@ class DFlashStatistics:
 
     @property
     def histogram(self) -> list[int]:
-        """Entry k: rounds that accepted exactly k candidates."""
+        """Entry k: number of rounds that accepted exactly k candidates."""
         return [self.accepted.count(k) for k in range(max(self.proposed, default=0) + 1)]
 
     @property
@@ -119,23 +116,23 @@ class DFlashStatistics:
         return time.perf_counter()
 
     def add_round(self, proposed: int, accepted: int, committed: int, draft_bytes: int) -> None:
-        """Enter one round."""
+        """Record one round."""
         self.proposed.append(proposed)
         self.accepted.append(accepted)
         self.committed.append(committed)
         self.peak_draft_bytes = max(self.peak_draft_bytes, draft_bytes)
         if self.rounds == LOW_ACCEPTANCE_ROUNDS and self.tau < LOW_ACCEPTANCE_TAU:
             logger.warning(
-                f"The draft's candidates are almost never accepted: {self.tau:.2f} tokens per target forward over "
-                f"{self.rounds} rounds, so decoding is slower than without it (the text is still exactly right). "
-                "Usual causes: the draft was trained for another target or another version of it; thinking mode is "
-                "on though the draft was trained with it off (or the reverse); a prompt without the chat template "
-                "the draft was trained with; a draft that went through float16 or 4-bit quantization; a target that "
-                "overflows in float16; a block size far above what this text supports."
+                f"Almost none of the draft's candidates are accepted: {self.tau:.2f} tokens per target forward over "
+                f"{self.rounds} rounds, so decoding is slower than without the draft (the output is still correct). "
+                "Common causes: the draft was trained for another target or another version of it; thinking mode is "
+                "on but the draft was trained with it off (or vice versa); the prompt does not use the chat template "
+                "the draft was trained with; the draft was converted to float16 or quantized to 4 bits; the target "
+                "overflows in float16; the block size is much too large for this text."
             )
 
     def as_dict(self) -> dict[str, Any]:
-        """All figures in JSON's types."""
+        """Return all metrics as JSON-serializable values."""
         return {
             "rounds": self.rounds,
             "new_tokens": self.new_tokens,
@@ -153,7 +150,7 @@ class RoundTrace:
     """A JSON-lines file with one line per round: row, round, anchor, candidates, accepted, committed ids.
 
     Args:
-        path: file to write; an existing one is appended to, so that several calls can share it. None writes nothing.
+        path: file to append to, so several calls can share it. None writes nothing.
     """
 
     def __init__(self, path: str | Path | None):
@@ -172,9 +169,7 @@ class RoundTrace:
     def add(
         self, row: int, round_index: int, block: torch.LongTensor, accepted: int, committed: torch.LongTensor
     ) -> None:
-        """Write one round: `block` `(n,)` is the anchor and the candidates, `committed` `(m,)` the tokens it
-        yielded.
-        """
+        """Write one round: `block` `(n,)` is the anchor and the candidates, `committed` `(m,)` the committed ids."""
         if self._file is None:
             return
         anchor, *candidates = block.tolist()
@@ -192,10 +187,10 @@ class RoundTrace:
 
 @dataclass
 class DFlashOutput(GenerateDecoderOnlyOutput):
-    """Plain generate's output and the statistics of the call.
+    """Plain generate's output plus the statistics of the call.
 
     Args:
-        dflash_stats: figures of the call; every other field is plain generate's.
+        dflash_stats: metrics of the call; all other fields are those of plain generate.
     """
 
     dflash_stats: DFlashStatistics | None = None

@@ -1,10 +1,8 @@
-"""The text being written.
+"""The text of one row as it is generated.
 
-Owns: the committed ids of one row and all that plain generate does at each of its tokens, in its order: logits
+`Continuation` holds the committed ids and does what plain generate does at each token, in the same order: logits
 processors, the choice (argmax or one multinomial draw), stopping criteria, streamer, recorded scores, logits, hidden
-states and attentions.
-
-Does not know: drafts, caches, rounds. It is shown a block's logits and candidates and says how many tokens it took.
+states and attentions. It receives a block's logits and candidates and returns how many tokens it committed.
 """
 
 from dataclasses import dataclass
@@ -16,16 +14,14 @@ from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengt
 from transformers.generation.streamers import BaseStreamer
 from transformers.utils import ModelOutput
 
-from hf_dflash.decoding.acceptance import cut_at_first, greedy_choices, matching_prefix, readable_rows
+from hf_dflash.decoding.acceptance import cut_at_first, greedy_choices, matching_prefix, nan_free_prefix
 from hf_dflash.draft.errors import UnsupportedOptionError
-from hf_dflash.target.processes import Agreement, alone
+from hf_dflash.target.processes import Agreement, single_process
 
 
 @dataclass
 class Records:
-    """What `return_dict_in_generate` asked to keep, one entry per token, as plain generate keeps it; None where not
-    asked.
-    """
+    """Outputs kept for `return_dict_in_generate`, one entry per token as in plain generate; None if not requested."""
 
     scores: tuple | None = None
     logits: tuple | None = None
@@ -33,23 +29,23 @@ class Records:
     attentions: tuple | None = None
 
     @classmethod
-    def asked_by(cls, config: GenerationConfig) -> "Records":
-        """Empty records of what the generation config asks for."""
-        asked = config.return_dict_in_generate
+    def from_config(cls, config: GenerationConfig) -> "Records":
+        """Return empty records for the outputs that the generation config requests."""
+        requested = config.return_dict_in_generate
         return cls(
-            scores=() if asked and config.output_scores else None,
-            logits=() if asked and config.output_logits else None,
-            hidden_states=() if asked and config.output_hidden_states else None,
-            attentions=() if asked and config.output_attentions else None,
+            scores=() if requested and config.output_scores else None,
+            logits=() if requested and config.output_logits else None,
+            hidden_states=() if requested and config.output_hidden_states else None,
+            attentions=() if requested and config.output_attentions else None,
         )
 
     @property
     def per_token(self) -> bool:
-        """Whether scores or logits must be produced token by token."""
+        """Whether scores or logits must be recorded token by token."""
         return self.scores is not None or self.logits is not None
 
     def add_prefill(self, outputs: ModelOutput) -> None:
-        """Keep the hidden states and attentions of the prompt, which plain generate files under the first new token."""
+        """Keep the prompt's hidden states and attentions, which plain generate records for the first new token."""
         if self.hidden_states is not None:
             self.hidden_states += (outputs.hidden_states,)
         if self.attentions is not None:
@@ -61,13 +57,13 @@ class Records:
 
         Args:
             outputs: the verify forward's output.
-            committed: inputs of the block whose outputs became tokens.
+            committed: number of block inputs whose outputs became tokens.
             windows: per attention layer, the sliding window in tokens, or None.
         """
         if self.attentions is not None and len(outputs.attentions) != len(windows):
             raise UnsupportedOptionError(
-                f"`output_attentions` was asked for, but the target returns {len(outputs.attentions)} attentions for "
-                f"{len(windows)} attention layers in its cache, so their windows cannot be told. Leave it out."
+                f"`output_attentions` was requested, but the target returns {len(outputs.attentions)} attentions for "
+                f"{len(windows)} attention layers in its cache, so their windows are unknown. Remove the option."
             )
         for position in range(committed):
             if self.hidden_states is not None:
@@ -78,17 +74,17 @@ class Records:
 
 
 def _attention_row(attention: torch.Tensor | None, position: int, window: int | None) -> torch.Tensor | None:
-    """The attention row that a one-token forward at `position` of the block would have returned.
+    """Return the attention row that a one-token forward at `position` of the block would have returned.
 
     Args:
-        attention: `(batch, heads, block, keys)`; the block's own keys are the last `block` columns. None from an
-            attention implementation that does not tell.
-        position: input of the block, 0-based.
+        attention: `(batch, heads, block, keys)`; the block's own keys are the last `block` columns. None if the
+            attention implementation does not return weights.
+        position: index of the input in the block, 0-based.
         window: sliding window in tokens, the token itself included; None for full attention.
 
     Example:
-        block of 3 behind 5 cached keys: 8 columns. Position 1 is key 6, so plain decoding would have seen columns 0..6.
-        With a window of 4 it would have seen its last 4: columns 3..6.
+        block of 3 after 5 cached keys: 8 columns. Position 1 is key 6, so plain decoding would have seen columns 0..6.
+        With a window of 4 it would have seen the last 4 of them: columns 3..6.
     """
     if attention is None:
         return None
@@ -99,13 +95,13 @@ def _attention_row(attention: torch.Tensor | None, position: int, window: int | 
 
 
 class Continuation:
-    """One row's committed ids and the decisions that plain generate would make for them.
+    """The committed ids of one row, extended exactly as plain generate would extend them.
 
     Args:
-        input_ids: `(1, length)` the prompt, as plain generate holds it (empty when the prompt came as embeddings).
-        logits_processor, stopping_criteria, generation_config: as core prepared them.
-        streamer: receives each committed token as a `(1,)` tensor on the CPU; the prompt was put by core.
-        agree: makes the processes that share a target choose the same.
+        input_ids: `(1, length)` the prompt, as in plain generate (empty if the prompt was given as embeddings).
+        logits_processor, stopping_criteria, generation_config: as prepared by core.
+        streamer: receives each committed token as a `(1,)` tensor on the CPU; core has already put the prompt.
+        agree: makes the processes that share a target choose the same tokens.
 
     Attributes:
         ids: `(1, length)` committed ids, prompt included.
@@ -119,11 +115,11 @@ class Continuation:
         stopping_criteria: StoppingCriteriaList,
         generation_config: GenerationConfig,
         streamer: BaseStreamer | None = None,
-        agree: Agreement = alone,
+        agree: Agreement = single_process,
     ):
         self.ids = input_ids
         self.finished = False
-        self.records = Records.asked_by(generation_config)
+        self.records = Records.from_config(generation_config)
         self._processors = logits_processor
         self._criteria = stopping_criteria
         self._do_sample = bool(generation_config.do_sample)
@@ -131,8 +127,7 @@ class Continuation:
         self._agree = agree
         self._max_length = stopping_criteria.max_length or generation_config.max_length
         self._eos = [c.eos_token_id for c in stopping_criteria if type(c) is EosTokenCriteria]
-        # With nothing between logits and argmax, and no stop that must be asked token by token, a block is decided in
-        # one go.
+        # With nothing between logits and argmax, and no criterion to check token by token, decide a block at once.
         self._at_once = (
             not self._do_sample
             and len(logits_processor) == 0
@@ -142,39 +137,39 @@ class Continuation:
 
     @property
     def anchor_ids(self) -> torch.LongTensor:
-        """`(1,)` the last committed token of each row, the first input of the next block."""
+        """`(1,)` the last committed token, the first input of the next block."""
         return self.ids[:, -1]
 
     @property
-    def room(self) -> int:
-        """Tokens that may still be committed before the maximal length."""
+    def remaining_tokens(self) -> int:
+        """Tokens that can still be committed before the maximum length."""
         return self._max_length - self.ids.shape[1]
 
     def accept(self, logits: torch.Tensor, candidates: torch.LongTensor) -> tuple[torch.LongTensor, torch.LongTensor]:
-        """Commit what the target accepts of a block: the agreeing candidates and the bonus token, cut at the first
+        """Commit what the target accepts of a block: the matching candidates and the bonus token, cut at the first
         stop.
 
         Args:
-            logits: `(1, n + 1, vocabulary)` the target's raw logits behind the anchor and behind each candidate.
+            logits: `(1, n + 1, vocabulary)` the target's raw logits after the anchor and after each candidate.
             candidates: `(1, n)` proposed ids; n = 0 right after the prompt.
 
         Returns:
             two `(1,)` tensors: accepted candidates, and committed tokens. Without a stop, committed = accepted + 1 (the
-            bonus token). Both are 0 where the candidates have made the anchor's own logits unreadable (see
-            `readable_rows`): then the anchor must be read without them.
+            bonus token). Both are 0 if the candidates made the anchor's own logits NaN (see `nan_free_prefix`); then
+            the anchor must be verified without them.
         """
         if candidates.shape[1]:
-            readable = int(self._agree(readable_rows(logits)))
-            if readable == 0:
+            usable = int(self._agree(nan_free_prefix(logits)))
+            if usable == 0:
                 return torch.zeros_like(self.ids[:, 0]), torch.zeros_like(self.ids[:, 0])
-            # Row i decides candidate i, and the last readable row the bonus token: 3 rows go with 2 candidates.
-            logits, candidates = logits[:, :readable], candidates[:, : readable - 1]
+            # Row i decides candidate i, and the last usable row the bonus token: 3 rows go with 2 candidates.
+            logits, candidates = logits[:, :usable], candidates[:, : usable - 1]
         committed = (self._accept_at_once if self._at_once else self._accept_one_by_one)(logits, candidates)
         taken = int(committed)
         return matching_prefix(candidates[:, :taken], self.ids[:, -taken:]), committed
 
     def _accept_at_once(self, logits: torch.Tensor, candidates: torch.LongTensor) -> torch.LongTensor:
-        """Compare all positions with the greedy choices at once; `(1,)` committed tokens."""
+        """Compare all candidates with the greedy choices at once; return `(1,)` committed tokens."""
         choices = self._agree(greedy_choices(logits).to(self.ids.device))
         committed = matching_prefix(candidates, choices) + 1
         for eos in self._eos:
@@ -183,20 +178,20 @@ class Continuation:
         return committed
 
     def _accept_one_by_one(self, logits: torch.Tensor, candidates: torch.LongTensor) -> torch.LongTensor:
-        """Decide position by position, exactly as plain generate would, until the first disagreement or stop."""
+        """Decide position by position, exactly as plain generate would, until the first mismatch or stop."""
         committed = 0
         for position in range(logits.shape[1]):
             token = self._choose(logits[:, position])
             self._append(token[:, None])
             committed += 1
-            # Candidate i stands at the position that logits row i decides. Example: candidates [8, 9], row 0 says 8:
-            # agreed, go on; row 1 says 4: 4 is the bonus token and [8, 4] is committed.
+            # Logits row i decides candidate i. Example: candidates [8, 9]; row 0 chooses 8: a match, go on; row 1
+            # chooses 4: 4 is the bonus token and [8, 4] is committed.
             if self.finished or position == candidates.shape[1] or token != candidates[:, position]:
                 break
         return torch.full_like(self.ids[:, 0], committed)
 
     def _choose(self, logits: torch.Tensor) -> torch.LongTensor:
-        """One token from raw `(1, vocabulary)` logits: processors, then argmax or one multinomial draw; `(1,)`."""
+        """Choose a `(1,)` token from raw `(1, vocabulary)` logits: processors, then argmax or one multinomial draw."""
         raw = logits.to(copy=True, dtype=torch.float32, device=self.ids.device)
         scores = self._processors(self.ids, raw)
         if self.records.scores is not None:
@@ -210,7 +205,7 @@ class Continuation:
         return self._agree(token)
 
     def _append(self, tokens: torch.LongTensor) -> None:
-        """Commit `(1, n)` tokens: append, ask the criteria, stream one by one."""
+        """Commit `(1, n)` tokens: append them, check the stopping criteria, stream them one by one."""
         self.ids = torch.cat([self.ids, tokens], dim=-1)
         self.finished = bool(self._criteria(self.ids, self.records.scores).all())
         if self._streamer is not None:

@@ -1,10 +1,7 @@
-"""The one canonical configuration of a DFlash draft.
+"""`DFlashConfig`, the canonical configuration of a DFlash draft, and the checks of its values.
 
-Owns: `DFlashConfig`, what each of its values means, and every rule that those values must satisfy on their own
-(`find_problems`). All published layouts are translated into this form before a network is built.
-
-Does not know: any published layout, any file, any target model at hand. This file travels to the Hub beside the
-network, so it imports only transformers and its own neighbor `errors`.
+All published layouts are translated into this form before a network is built (see `hf_dflash.draft.layouts`). This file
+is uploaded to the Hub with the network, so it imports only transformers and its sibling `errors`.
 """
 
 import math
@@ -19,8 +16,8 @@ from .errors import CheckpointError, UnsupportedOptionError
 
 LAYER_TYPES = ("full_attention", "sliding_attention")
 
-# Keys that each RoPE type needs besides `rope_theta`. The original length is never guessed from the extended one: a
-# YaRN factor applied to the wrong length gives plausible but wrong angles.
+# Keys that each RoPE type requires besides `rope_theta`. The original length is never inferred from the extended one:
+# a YaRN factor applied to the wrong length gives plausible but wrong angles.
 ROPE_REQUIRED_KEYS = {
     "linear": ("factor",),
     "dynamic": ("factor",),
@@ -32,55 +29,55 @@ ROPE_REQUIRED_KEYS = {
 _VERSION_2_FIELDS = ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")
 _ROPE_LISTS = ("short_factor", "long_factor")
 
-# Keys of published layouts that would change nothing if they stood in the canonical form.
+# Keys of published layouts that would have no effect in the canonical form.
 FOREIGN_KEYS = ("rope_theta", "rope_scaling", "dflash_config")
 
 
 class DFlashConfig(PreTrainedConfig):
     """Configuration of a DFlash draft in its canonical form.
 
-    Sizes of the network:
+    Network:
         dflash_version: 1, or 2 for a draft with local convolutions and a candidate selector.
         hidden_size, intermediate_size, num_hidden_layers, num_attention_heads, num_key_value_heads, head_dim,
         hidden_act, rms_norm_eps, attention_bias, attention_dropout, max_position_embeddings, initializer_range: as in
             a Qwen3 decoder.
             `head_dim` may differ from `hidden_size / num_attention_heads`, and does in published drafts.
         rope_parameters: transformers 5 form, `{"rope_type": ..., "rope_theta": ..., ...}`; theta has no default.
-        vocab_size: entries of the target's vocabulary, or None where the checkpoint does not say.
+        vocab_size: size of the target's vocabulary, or None if the checkpoint does not say.
 
-    What the draft reads and writes:
+    Inputs and outputs:
         block_size: tokens in a block: the anchor and `block_size - 1` candidates.
-        mask_token_id: the id that stands in the block for a token that is to be proposed.
+        mask_token_id: the id that fills the block positions to be predicted.
         target_layer_ids: the taps. `i` is the output of the target's decoder layer `i`, 0-based, before the final norm:
-            taps `[1, 8]` of a target are its `hidden_states[2]` and `hidden_states[9]`, concatenated in this order.
-        input_embedding_scale: factor on the block's embeddings.
-        output_multiplier, final_logit_softcapping: the head's logits times the first, then a tanh cap if one is given.
+            taps `[1, 8]` are the target's `hidden_states[2]` and `hidden_states[9]`, concatenated in this order.
+        input_embedding_scale: multiplies the block's embeddings.
+        output_multiplier, final_logit_softcapping: the head's logits times the first, then a tanh cap if given.
 
     Attention inside a draft layer:
         layer_types: "full_attention" or "sliding_attention" for each layer.
-        sliding_window: keys that a query of a sliding layer sees, itself included.
-        layer_causal: for each layer, whether a query sees only keys up to its own position inside the block. None means
-            the default: sliding layers are causal, full layers are not.
+        sliding_window: number of keys that a query of a sliding layer attends to, itself included.
+        layer_causal: for each layer, whether a query attends only up to its own position in the block. Default: sliding
+            layers are causal, full layers are not.
 
     DFlash 2 (None in version 1): conv_kernel_size, conv_group_size, selector_rank, selector_top_k.
 
-    Weights beyond the common ones:
-        own_embeddings: the checkpoint carries `embed_tokens`, used instead of the target's.
+    Optional weights:
+        own_embeddings: the checkpoint has its own `embed_tokens`, used instead of the target's.
         draft_vocab_size: rows of the draft's own `lm_head`, mapped to target ids by `d2t`; None: the target's head.
 
-    The target, as far as the checkpoint says (else None): target_name_or_path, target_hidden_size, target_vocab_size,
-    target_num_hidden_layers.
+    The target, as far as the checkpoint describes it (else None): target_name_or_path, target_hidden_size,
+    target_vocab_size, target_num_hidden_layers.
 
-    source_layout: the name of the layout that the checkpoint was published in.
+    source_layout: name of the layout that the checkpoint was published in.
 
     Raises:
-        CheckpointError: naming every value that is missing or impossible.
+        CheckpointError: names every missing or invalid value.
     """
 
     model_type = "dflash"
-    # What is saved or pushed brings its code along, so that plain transformers loads it with trust_remote_code.
+    # Save and push the code along, so that plain transformers loads the draft with trust_remote_code.
     _auto_class: ClassVar[str | None] = "AutoConfig"
-    # Without arguments there is no draft: transformers up to 5.23 must not build one to find out the defaults.
+    # There is no default draft: transformers up to 5.23 must not build one to find out the defaults.
     has_no_defaults_at_init: ClassVar[bool] = True
 
     dflash_version: int = 1
@@ -128,7 +125,7 @@ class DFlashConfig(PreTrainedConfig):
         foreign = {key: kwargs[key] for key in FOREIGN_KEYS if key in kwargs}
         problems = find_problems({**vars(self), **foreign})
         if problems:
-            raise CheckpointError(join_problems("This DFlash configuration cannot be used", problems))
+            raise CheckpointError(join_problems("Invalid DFlash configuration", problems))
 
         if self.head_dim is None:
             self.head_dim = self.hidden_size // self.num_attention_heads
@@ -145,41 +142,41 @@ class DFlashConfig(PreTrainedConfig):
         return len(self.target_layer_ids) * (self.target_hidden_size or self.hidden_size)
 
     def checked_block_size(self, wanted: int | None) -> int:
-        """The block size of a call: the one wanted, or the checkpoint's where none is.
+        """Return the block size of a call: the requested one, by default the checkpoint's.
 
         Raises:
-            UnsupportedOptionError: it is no integer from 2 to the checkpoint's block size.
+            UnsupportedOptionError: it is not an integer from 2 to the checkpoint's block size.
         """
         if wanted is None:
             return self.block_size
         if not is_integer(wanted) or not 2 <= wanted <= self.block_size:
             raise UnsupportedOptionError(
                 f"block_size must be an integer from 2 to {self.block_size}, found {wanted!r}. The draft was trained "
-                f"on blocks of {self.block_size} and cannot fill longer ones; its config.json says so in `block_size` "
-                "(top level) or `dflash_config.block_size`."
+                f"on blocks of {self.block_size} and cannot fill longer ones (see `block_size` (top level) or "
+                "`dflash_config.block_size` in its config.json)."
             )
         return wanted
 
 
 def join_problems(headline: str, problems: list[str]) -> str:
-    """One message out of a headline and the problems under it."""
+    """Format a headline and the problems below it as one message."""
     if len(problems) == 1:
         return f"{headline}: {problems[0]}"
     return f"{headline}; {len(problems)} problems:\n" + "\n".join(f"- {problem}" for problem in problems)
 
 
 def find_problems(values: Mapping[str, Any], places: Mapping[str, str] | None = None) -> list[str]:
-    """Everything that is missing from or impossible in the values of a configuration.
+    """List everything that is missing or invalid in the values of a configuration.
 
     Args:
         values: canonical keys to values; a missing key counts as None.
-        places: where each value was read from, for the messages, as in `{"block_size": "dflash_config.block_size"}`;
-            for a value that is None, where it was looked for.
+        places: where each value was read from (or, if it is None, looked for), for the messages. Example:
+            `{"block_size": "dflash_config.block_size"}`.
 
     Returns:
-        One sentence or two per problem: the key, the place, what was found, what is needed. Empty when all is well.
+        One or two sentences per problem: the key, where it was, the value, what is needed. Empty if there are none.
     """
-    seen = _Values(values, places or {})
+    checked = _Values(values, places or {})
     checks = (
         _check_sizes,
         _check_block,
@@ -190,11 +187,11 @@ def find_problems(values: Mapping[str, Any], places: Mapping[str, str] | None = 
         _check_version,
         _check_foreign,
     )
-    return [problem for check in checks for problem in check(seen)]
+    return [problem for check in checks for problem in check(checked)]
 
 
 class _Values:
-    """The values under test, and how a message speaks of them."""
+    """The values to check, and where each was read from."""
 
     def __init__(self, values: Mapping[str, Any], places: Mapping[str, str]) -> None:
         self._values = values
@@ -205,137 +202,139 @@ class _Values:
         return default if value is None else value
 
     def integer(self, key: str) -> int | None:
-        """The value where it is a true integer, else None (the check of that key reports it)."""
+        """Return the value if it is an integer, else None (the check of that key reports it)."""
         value = self._values.get(key)
         return value if is_integer(value) else None
 
-    def wrong(self, key: str, needed: str) -> str:
-        """A problem sentence: key, what was found and where, what is needed."""
+    def invalid(self, key: str, needed: str) -> str:
+        """Describe a problem: the key, what was found and where, what is needed."""
         value = self._values.get(key)
         place = self._places.get(key, "the configuration")
         if value is None:
-            return f"`{key}` is missing: looked for it in {place}; it must be {needed}."
+            return f"`{key}` is missing (looked in {place}); it must be {needed}."
         found = repr(value) if isinstance(value, (list, dict)) else f"{value!r} ({type(value).__name__})"
         return f"`{key}` must be {needed}; found {found} in {place}."
 
-    def count(self, key: str, least: int = 1, optional: bool = False) -> Iterator[str]:
-        """Checks that a key holds an integer of at least `least`; an optional one may be None."""
+    def check_count(self, key: str, minimum: int = 1, optional: bool = False) -> Iterator[str]:
+        """Check that a key holds an integer of at least `minimum`; an optional one may be None."""
         value = self._values.get(key)
         if value is None and optional:
             return
-        if not is_integer(value) or value < least:
-            yield self.wrong(key, f"an integer of at least {least}")
+        if not is_integer(value) or value < minimum:
+            yield self.invalid(key, f"an integer of at least {minimum}")
 
-    def number(self, key: str, default: float, allowed: Callable[[float], bool], needed: str) -> Iterator[str]:
+    def check_number(self, key: str, default: float, allowed: Callable[[float], bool], needed: str) -> Iterator[str]:
         value = self.get(key, default)
         if not is_number(value) or not allowed(value):
-            yield self.wrong(key, needed)
+            yield self.invalid(key, needed)
 
 
 def is_integer(value: Any) -> bool:
-    """True for an int that is not a bool."""
+    """Return True for an int that is not a bool."""
     return isinstance(value, int) and not isinstance(value, bool)
 
 
 def is_number(value: Any) -> bool:
-    """True for a finite int or float that is not a bool."""
+    """Return True for a finite int or float that is not a bool."""
     return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
 
 
-def _check_sizes(seen: _Values) -> Iterator[str]:
+def _check_sizes(values: _Values) -> Iterator[str]:
     for key in ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads"):
-        yield from seen.count(key)
-    yield from seen.count("max_position_embeddings")
+        yield from values.check_count(key)
+    yield from values.check_count("max_position_embeddings")
     for key in ("vocab_size", "target_hidden_size", "target_vocab_size", "target_num_hidden_layers", "head_dim"):
-        yield from seen.count(key, optional=True)
+        yield from values.check_count(key, optional=True)
 
-    heads, kv_heads = seen.integer("num_attention_heads"), seen.integer("num_key_value_heads")
+    heads, kv_heads = values.integer("num_attention_heads"), values.integer("num_key_value_heads")
     if heads and kv_heads and heads % kv_heads:
         yield f"`num_attention_heads` ({heads}) must be a multiple of `num_key_value_heads` ({kv_heads})."
-    hidden, head_dim = seen.integer("hidden_size"), seen.integer("head_dim")
+    hidden, head_dim = values.integer("hidden_size"), values.integer("head_dim")
     if hidden and heads and head_dim is None and hidden % heads:
-        yield f"`head_dim` is missing and `hidden_size` ({hidden}) is no multiple of `num_attention_heads` ({heads})."
+        yield (
+            f"`head_dim` is missing and `hidden_size` ({hidden}) is not a multiple of `num_attention_heads` ({heads})."
+        )
     width = head_dim or (hidden // heads if hidden and heads else None)
     if width and width % 2:
-        yield f"`head_dim` must be even, since RoPE turns pairs of values; found {width}."
-    activation = seen.get("hidden_act", "silu")
+        yield f"`head_dim` must be even, because RoPE rotates pairs of values; found {width}."
+    activation = values.get("hidden_act", "silu")
     if not isinstance(activation, str) or activation not in ACT2FN:
-        yield seen.wrong("hidden_act", "an activation that transformers knows")
+        yield values.invalid("hidden_act", "an activation that transformers supports")
 
 
-def _check_block(seen: _Values) -> Iterator[str]:
-    if not is_integer(seen.get("block_size")) or seen.get("block_size") < 2:
-        yield seen.wrong("block_size", "an integer of at least 2 (the anchor and one candidate)")
-    mask_id, vocab_size = seen.get("mask_token_id"), seen.integer("vocab_size")
+def _check_block(values: _Values) -> Iterator[str]:
+    if not is_integer(values.get("block_size")) or values.get("block_size") < 2:
+        yield values.invalid("block_size", "an integer of at least 2 (the anchor and one candidate)")
+    mask_id, vocab_size = values.get("mask_token_id"), values.integer("vocab_size")
     if not is_integer(mask_id) or mask_id < 0:
-        yield seen.wrong("mask_token_id", "a token id, an integer of at least 0")
+        yield values.invalid("mask_token_id", "a token id, an integer of at least 0")
     elif vocab_size is not None and mask_id >= vocab_size:
-        yield seen.wrong("mask_token_id", f"a token id below `vocab_size` ({vocab_size})")
-    draft_vocab = seen.get("draft_vocab_size")
-    yield from seen.count("draft_vocab_size", optional=True)
+        yield values.invalid("mask_token_id", f"a token id below `vocab_size` ({vocab_size})")
+    draft_vocab = values.get("draft_vocab_size")
+    yield from values.check_count("draft_vocab_size", optional=True)
     if is_integer(draft_vocab) and vocab_size is not None and draft_vocab > vocab_size:
-        yield seen.wrong("draft_vocab_size", f"at most `vocab_size` ({vocab_size})")
+        yield values.invalid("draft_vocab_size", f"at most `vocab_size` ({vocab_size})")
 
 
-def _check_taps(seen: _Values) -> Iterator[str]:
-    taps = seen.get("target_layer_ids")
-    advice = "They are a choice made in training and are never guessed: take them from the draft's author."
+def _check_taps(values: _Values) -> Iterator[str]:
+    taps = values.get("target_layer_ids")
+    advice = "The taps are chosen in training and are never guessed: get them from the draft's author."
     if not isinstance(taps, (list, tuple)) or not taps or not all(is_integer(tap) for tap in taps):
         yield (
-            seen.wrong("target_layer_ids", "a list of one or more integers, the tapped layers of the target")
+            values.invalid("target_layer_ids", "a non-empty list of integers, the tapped layers of the target")
             + f" {advice}"
         )
         return
     if min(taps) < 0:
-        yield seen.wrong("target_layer_ids", "layer numbers counted from 0, none of them negative")
+        yield values.invalid("target_layer_ids", "0-based layer indices, none of them negative")
     repeated = sorted({tap for tap in taps if taps.count(tap) > 1})
     if repeated:
-        yield seen.wrong("target_layer_ids", f"distinct ({', '.join(map(str, repeated))} occurs more than once)")
-    depth = seen.integer("target_num_hidden_layers")
+        yield values.invalid("target_layer_ids", f"distinct ({', '.join(map(str, repeated))} occurs more than once)")
+    depth = values.integer("target_num_hidden_layers")
     if depth is not None and max(taps) >= depth:
-        yield seen.wrong("target_layer_ids", f"layers of a target with {depth} layers, 0 to {depth - 1}")
+        yield values.invalid("target_layer_ids", f"layers of a target with {depth} layers, 0 to {depth - 1}")
 
 
-def _check_layers(seen: _Values) -> Iterator[str]:
-    layers = seen.integer("num_hidden_layers")
-    types = seen.get("layer_types")
+def _check_layers(values: _Values) -> Iterator[str]:
+    layers = values.integer("num_hidden_layers")
+    types = values.get("layer_types")
     if types is not None:
         if not isinstance(types, (list, tuple)) or not all(isinstance(kind, str) for kind in types):
-            yield seen.wrong("layer_types", f"a list with one of {', '.join(LAYER_TYPES)} for each layer")
+            yield values.invalid("layer_types", f"a list with one of {', '.join(LAYER_TYPES)} for each layer")
             return
         if layers is not None and len(types) != layers:
-            yield seen.wrong("layer_types", f"of length {layers} (`num_hidden_layers`), not {len(types)}")
+            yield values.invalid("layer_types", f"of length {layers} (`num_hidden_layers`), not {len(types)}")
         unknown = sorted(set(types) - set(LAYER_TYPES))
         if unknown:
-            yield seen.wrong("layer_types", f"made of {', '.join(LAYER_TYPES)}; {', '.join(unknown)} is not known here")
+            yield values.invalid("layer_types", f"made of {', '.join(LAYER_TYPES)} (unknown: {', '.join(unknown)})")
     if "sliding_attention" in (types or ()):
-        yield from seen.count("sliding_window")
+        yield from values.check_count("sliding_window")
     else:
-        yield from seen.count("sliding_window", optional=True)
-    causal = seen.get("layer_causal")
+        yield from values.check_count("sliding_window", optional=True)
+    causal = values.get("layer_causal")
     if causal is None:
         return
     if not isinstance(causal, (list, tuple)) or not all(isinstance(flag, bool) for flag in causal):
-        yield seen.wrong("layer_causal", "a list of true or false, one for each layer")
+        yield values.invalid("layer_causal", "a list of booleans, one for each layer")
     elif layers is not None and len(causal) != layers:
-        yield seen.wrong("layer_causal", f"of length {layers} (`num_hidden_layers`), not {len(causal)}")
+        yield values.invalid("layer_causal", f"of length {layers} (`num_hidden_layers`), not {len(causal)}")
 
 
-def _check_rope(seen: _Values) -> Iterator[str]:
-    rope = seen.get("rope_parameters", {})
+def _check_rope(values: _Values) -> Iterator[str]:
+    rope = values.get("rope_parameters", {})
     if not isinstance(rope, Mapping):
-        yield seen.wrong("rope_parameters", 'a mapping such as {"rope_type": "default", "rope_theta": 1000000.0}')
+        yield values.invalid("rope_parameters", 'a mapping such as {"rope_type": "default", "rope_theta": 1000000.0}')
         return
-    nested = _Values({**rope, "rope_type": rope.get("rope_type", "default")}, seen._places)
+    nested = _Values({**rope, "rope_type": rope.get("rope_type", "default")}, values._places)
     theta = rope.get("rope_theta")
     if not is_number(theta) or theta <= 0:
-        yield nested.wrong(
-            "rope_theta", "a number above 0; it has no default, since a wrong one only shows as low acceptance"
+        yield nested.invalid(
+            "rope_theta", "a number above 0; there is no default, because a wrong one would only show as low acceptance"
         )
     rope_type = nested.get("rope_type")
     known = sorted({"default", *ROPE_INIT_FUNCTIONS})
     if rope_type not in known:
-        yield nested.wrong("rope_type", f"one of {', '.join(known)}")
+        yield nested.invalid("rope_type", f"one of {', '.join(known)}")
         return
     needed = ROPE_REQUIRED_KEYS.get(rope_type, ())
     given = [key for key, value in rope.items() if value is not None and key not in needed]
@@ -343,60 +342,60 @@ def _check_rope(seen: _Values) -> Iterator[str]:
         value = rope.get(key)
         if key in _ROPE_LISTS:
             if not isinstance(value, (list, tuple)) or not value or not all(is_number(entry) for entry in value):
-                yield nested.wrong(key, f"a list of numbers for RoPE of type {rope_type}")
+                yield nested.invalid(key, f"a list of numbers for RoPE of type {rope_type}")
         elif key not in ("rope_theta", "rope_type", "truncate") and (not is_number(value) or value <= 0):
-            yield nested.wrong(key, f"a number above 0 for RoPE of type {rope_type}")
+            yield nested.invalid(key, f"a number above 0 for RoPE of type {rope_type}")
 
 
 def _above_zero(value: float) -> bool:
     return value > 0
 
 
-def _check_scales(seen: _Values) -> Iterator[str]:
+def _check_scales(values: _Values) -> Iterator[str]:
     for key in ("rms_norm_eps", "initializer_range"):
-        yield from seen.number(key, 0.0, lambda value: value >= 0, "a number of at least 0")
-    yield from seen.number("attention_dropout", 0.0, lambda value: 0 <= value < 1, "a number from 0 to below 1")
+        yield from values.check_number(key, 0.0, lambda value: value >= 0, "a number of at least 0")
+    yield from values.check_number("attention_dropout", 0.0, lambda value: 0 <= value < 1, "a number from 0 to below 1")
     for key in ("attention_bias", "own_embeddings"):
-        if not isinstance(seen.get(key, False), bool):
-            yield seen.wrong(key, "true or false")
-    yield from seen.number("input_embedding_scale", 1.0, _above_zero, "a number above 0")
-    yield from seen.number("output_multiplier", 1.0, _above_zero, "a number above 0")
-    yield from seen.number("final_logit_softcapping", 1.0, _above_zero, "a number above 0, or null for no cap")
+        if not isinstance(values.get(key, False), bool):
+            yield values.invalid(key, "true or false")
+    yield from values.check_number("input_embedding_scale", 1.0, _above_zero, "a number above 0")
+    yield from values.check_number("output_multiplier", 1.0, _above_zero, "a number above 0")
+    yield from values.check_number("final_logit_softcapping", 1.0, _above_zero, "a number above 0, or null for no cap")
 
 
-def _check_version(seen: _Values) -> Iterator[str]:
-    version = seen.get("dflash_version", 1)
+def _check_version(values: _Values) -> Iterator[str]:
+    version = values.get("dflash_version", 1)
     if version not in (1, 2) or isinstance(version, bool):
-        yield seen.wrong("dflash_version", "1 or 2")
+        yield values.invalid("dflash_version", "1 or 2")
         return
     if version == 1:
         for key in _VERSION_2_FIELDS:
-            if seen.get(key) is not None:
-                yield seen.wrong(key, "null in a DFlash 1 draft; only DFlash 2 has convolutions and a selector")
+            if values.get(key) is not None:
+                yield values.invalid(key, "null in a DFlash 1 draft; only DFlash 2 has convolutions and a selector")
         return
     for key in _VERSION_2_FIELDS:
-        yield from seen.count(key)
-    hidden, group = seen.integer("hidden_size"), seen.integer("conv_group_size")
+        yield from values.check_count(key)
+    hidden, group = values.integer("hidden_size"), values.integer("conv_group_size")
     if hidden and group and group > 0 and hidden % group:
-        yield seen.wrong("conv_group_size", f"a divisor of `hidden_size` ({hidden})")
-    vocab_size, top_k = seen.integer("vocab_size"), seen.integer("selector_top_k")
+        yield values.invalid("conv_group_size", f"a divisor of `hidden_size` ({hidden})")
+    vocab_size, top_k = values.integer("vocab_size"), values.integer("selector_top_k")
     if vocab_size is None:
-        yield seen.wrong("vocab_size", "given for a DFlash 2 draft: its codebooks have a row for each token")
+        yield values.invalid("vocab_size", "given for a DFlash 2 draft: its codebooks have one row per token")
     elif top_k is not None and top_k > vocab_size:
-        yield seen.wrong("selector_top_k", f"at most `vocab_size` ({vocab_size})")
-    draft_vocab = seen.get("draft_vocab_size")
+        yield values.invalid("selector_top_k", f"at most `vocab_size` ({vocab_size})")
+    draft_vocab = values.get("draft_vocab_size")
     if draft_vocab is not None and draft_vocab != vocab_size:
-        yield seen.wrong(
-            "draft_vocab_size", f"null or {vocab_size} in a DFlash 2 draft: its selector works on the whole vocabulary"
+        yield values.invalid(
+            "draft_vocab_size", f"null or {vocab_size} in a DFlash 2 draft: its selector covers the whole vocabulary"
         )
 
 
-def _check_foreign(seen: _Values) -> Iterator[str]:
+def _check_foreign(values: _Values) -> Iterator[str]:
     for key in FOREIGN_KEYS:
-        if seen.get(key) is not None:
+        if values.get(key) is not None:
             yield (
-                f"`{key}` ({seen.get(key)!r}) is not a key of the canonical form: RoPE values belong in "
-                "`rope_parameters`, all others at top level. Published layouts are read by `hf_dflash.load_draft`."
+                f"`{key}` ({values.get(key)!r}) is not a key of the canonical form: RoPE values go into "
+                "`rope_parameters`, all others to the top level. `hf_dflash.load_draft` reads published layouts."
             )
 
 

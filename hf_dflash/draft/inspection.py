@@ -1,8 +1,6 @@
-"""What a draft checkpoint is, what it expects of its target, and what is wrong with it.
+"""`inspect_draft`: what a draft checkpoint is, what it expects of its target, and what is wrong with it.
 
-Owns: gathering all of that from configuration and file headers, without reading a weight.
-
-Does not know: terminals.
+All of this comes from the configuration and the file headers; no weight is read.
 """
 
 import math
@@ -34,9 +32,9 @@ _VERSION_2 = ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_
 class Inspection:
     """The result of `inspect_draft`.
 
-    draft: what the checkpoint is, by canonical keys, as far as it could be read. expects: what it says of its target.
-    target: the numbers of the target at hand, None where none was given. pairs: whether the two belong together; None
-    where that could not be told. problems: what keeps the draft (or the pair) from being used. warnings: what is odd.
+    draft: the checkpoint's values by canonical key, as far as they could be read. expects: its values about its target.
+    target: the values of the given target, None if none was given. pairs: whether the two match; None if that could
+    not be determined. problems: what prevents the use of the draft (or the pair). warnings: what is unusual.
     """
 
     name: str
@@ -48,20 +46,20 @@ class Inspection:
     warnings: list[str] = field(default_factory=list)
 
     def as_dict(self) -> dict[str, Any]:
-        """Everything, made of what JSON knows."""
+        """Return all fields as JSON types."""
         return asdict(self)
 
 
 def inspect_draft(name_or_path: str | Path, target: str | Path | None = None, **hub_options: Any) -> Inspection:
-    """Inspects a draft in any layout; a folder that holds no more than a `config.json` will do.
+    """Inspect a draft in any layout; a folder with only a `config.json` is enough.
 
     Args:
-        name_or_path: a folder or the id of a repository on the Hub.
-        target: a target to hold it against: a folder or a Hub id, of which only the configuration is read.
+        name_or_path: a folder, or the id of a Hub repository.
+        target: a target to check it against: a folder or a Hub id, of which only the configuration is read.
         hub_options: for the draft, as for `load_draft`.
 
     Returns:
-        An `Inspection`. Nothing that is wrong with the checkpoint raises: it is listed.
+        An `Inspection`. Problems with the checkpoint are listed and never raised.
     """
     inspection = Inspection(str(name_or_path))
     facts = _read_target(target, inspection) if target is not None else None
@@ -85,7 +83,7 @@ def inspect_draft(name_or_path: str | Path, target: str | Path | None = None, **
 def _describe(checkpoint: Checkpoint, inspection: Inspection) -> None:
     values = checkpoint.reading.values
     if not checkpoint.problems:
-        # Filled in with what the canonical form derives: head width, layer types, causality.
+        # Add what the canonical form derives: head width, layer types, causality.
         values = DFlashConfig(**values).to_dict()
     draft = inspection.draft
     draft["layout"] = checkpoint.layout.name
@@ -105,7 +103,7 @@ def _describe(checkpoint: Checkpoint, inspection: Inspection) -> None:
         draft["dtype"] = None
         inspection.problems.append(str(error))
     if not checkpoint.tensors and not checkpoint.problems:
-        inspection.warnings.append("There are no weights here: only the configuration was checked.")
+        inspection.warnings.append("The checkpoint has no weights: only the configuration was checked.")
 
     inspection.expects = {
         "name_or_path": values.get("target_name_or_path"),

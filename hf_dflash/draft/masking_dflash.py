@@ -1,9 +1,6 @@
-"""What a query of the block may see: the attention masks of the draft.
+"""The attention masks of the draft: full or sliding, bidirectional or causal, over context and block, with padding.
 
-Owns: full and sliding, bidirectional and causal masks over context and block, with padding, in the form that each
-attention implementation takes.
-
-Does not know: the network around a layer, caches, what a token means. This file travels to the Hub, so it imports only
+Masks come in the form that each attention implementation takes. This file is uploaded to the Hub, so it imports only
 torch and its sibling `errors`.
 """
 
@@ -15,7 +12,7 @@ from .errors import UnsupportedOptionError
 
 
 class AttentionLayer(Protocol):
-    """What a mask needs to know of a layer."""
+    """What a mask depends on in a layer."""
 
     layer_type: str
     is_causal: bool
@@ -23,17 +20,17 @@ class AttentionLayer(Protocol):
 
 
 class BlockMasks:
-    """The attention masks of one forward, built when a layer asks and once per kind of layer.
+    """The attention masks of one forward, built on demand and once per kind of layer.
 
     Keys are counted from the end, since a sliding cache may return fewer than it has seen: of `num_keys` keys the last
-    n are the block's own. For n = 3 and num_keys = 8, query 0 is key 5 and query 2 is key 7.
+    n belong to the block. For n = 3 and num_keys = 8, query 0 is key 5 and query 2 is key 7.
 
     Args:
-        implementation: the name that transformers gives to the attention implementation.
+        implementation: transformers' name of the attention implementation.
         block_length: n, the number of queries.
-        attention_mask: None; or (batch, >= num_keys) with 0 at padding; or a ready mask, which is used as it is:
-            (batch or 1, 1, n, num_keys), bool (True: may be seen) or additive, one for all layers or a dict with one
-            per layer type.
+        attention_mask: None; or (batch, >= num_keys) with 0 at padding; or a ready-made mask, used as is:
+            (batch or 1, 1, n, num_keys), bool (True: attend) or additive, one for all layers or a dict with one per
+            layer type.
     """
 
     def __init__(self, implementation: str, block_length: int, attention_mask: Any) -> None:
@@ -43,7 +40,7 @@ class BlockMasks:
         self.ready: Any = None
         self._built: dict[tuple, Any] = {}
         if isinstance(attention_mask, torch.Tensor) and attention_mask.dim() == 2:
-            # Asking the device once costs less than a mask in every layer; a compiled graph cannot ask.
+            # One device sync costs less than a mask in every layer; a compiled graph cannot sync.
             if torch.compiler.is_compiling() or not bool(attention_mask.all()):
                 self.padding = attention_mask.bool()
         else:
@@ -54,17 +51,17 @@ class BlockMasks:
         return "flash" in self.implementation
 
     def visible_keys(self, attention: AttentionLayer, num_keys: int) -> int:
-        """How many of the last keys any query can see: the rest need not be read.
+        """Return how many of the last keys any query can see; the rest need not be read.
 
         Window 4, n = 3: query 0 also sees the 3 keys before the block, so 6 keys matter however long the context is.
-        Where rows are padded, windows count real tokens only and reach further back.
+        If rows are padded, windows count real tokens only and reach further back.
         """
         if attention.sliding_window is None or self.padding is not None or self.ready is not None:
             return num_keys
         return min(num_keys, attention.sliding_window - 1 + self.block_length)
 
     def get(self, attention: AttentionLayer, query: torch.Tensor, num_keys: int) -> Any:
-        """The mask for a layer in the form its attention implementation takes; None where every key is seen."""
+        """Return the mask for a layer in the form its attention implementation takes; None if every key is visible."""
         kind = (attention.layer_type, attention.is_causal, num_keys, query.device)
         if kind not in self._built:
             self._built[kind] = self._build(attention, query, num_keys)
@@ -74,13 +71,13 @@ class BlockMasks:
         if self.padding is not None and self.padding.shape[-1] < num_keys:
             raise UnsupportedOptionError(
                 f"attention_mask covers {self.padding.shape[-1]} positions, but cached context, new context and block "
-                f"together are {num_keys}. It must cover all of them."
+                f"add up to {num_keys}. It must cover all of them."
             )
         if self.ready is not None:
             mask = self.ready[attention.layer_type] if isinstance(self.ready, dict) else self.ready
             if mask is not None and self.is_flash:
                 raise UnsupportedOptionError(
-                    "Flash attention takes no ready-made mask: use sdpa, eager or flex_attention."
+                    "Flash attention does not accept a ready-made mask: use sdpa, eager or flex_attention."
                 )
             return self._adapt(mask.to(query.device), query) if isinstance(mask, torch.Tensor) else mask
         if self.is_flash:
@@ -92,9 +89,9 @@ class BlockMasks:
         return self._adapt(self._allowed(num_keys, window, causal, query.device), query)
 
     def _allowed(self, num_keys: int, window: int | None, causal: bool, device: torch.device) -> torch.Tensor:
-        """(batch or 1, 1, n, num_keys) bool: which key each query sees.
+        """Return (batch or 1, 1, n, num_keys) bool: which key each query sees.
 
-        Positions count real tokens, so that a window steps over padding: mask 1 0 0 1 1 gives positions 1 1 1 2 3.
+        Positions count real tokens, so a window skips padding: mask 1 0 0 1 1 gives positions 1 1 1 2 3.
         """
         if self.padding is None:
             valid = torch.ones((1, num_keys), dtype=torch.bool, device=device)
@@ -106,7 +103,7 @@ class BlockMasks:
         if causal:
             allowed = allowed & (ahead <= 0)
         if window is not None:
-            # The window counts the query itself: window 4 sees 3 keys back, and 3 ahead where it is not causal.
+            # The window includes the query itself: window 4 sees 3 keys back, and 3 ahead if it is not causal.
             allowed = allowed & (ahead.abs() < window)
         return allowed[:, None]
 

@@ -1,11 +1,8 @@
 """The draft networks: a small Qwen3-style decoder that reads a target's hidden states and fills in a block of tokens.
 
-Owns: `DFlashDraftModel` and `DFlash2DraftModel`, their weights, the dtypes they run in, and how their output becomes
-candidate tokens. Weight names are those of the published checkpoints.
-
-Does not know: the target (its embeddings, hidden states and head come in as arguments), caches beyond `update` and
-`get_seq_length`, published layouts, decoding. This file travels to the Hub, so it imports only torch, transformers and
-its siblings.
+The target's embeddings, hidden states and head come in as arguments; of a cache only `update` and `get_seq_length` are
+used. Weight names are those of the published checkpoints. This file is uploaded to the Hub, so it imports only torch,
+transformers and its siblings.
 """
 
 from collections.abc import Callable
@@ -35,18 +32,18 @@ from .masking_dflash import BlockMasks
 
 FP16_REASON = (
     "A DFlash draft does not work in float16: its activations have outliers beyond float16's range, and every "
-    "candidate would be rejected without any other sign. Use torch.bfloat16 (or torch.float32) for the draft; the "
-    "target may stay in float16."
+    "candidate would silently be rejected. Use torch.bfloat16 (or torch.float32) for the draft; the target may stay in "
+    "float16."
 )
 
 
 @dataclass
 class DFlashDraftOutput(ModelOutput):
-    """What the draft returns.
+    """The output of a draft's forward.
 
-    last_hidden_state: (batch, n, hidden_size) in the dtype of `noise_embeds`; position i belongs to block position i.
-    cache: the context cache that was used, now ending in the block's n keys and values; None where none was used.
-    hidden_states, attentions: as in any transformers model, where asked for.
+    last_hidden_state: (batch, n, hidden_size) in the dtype of `noise_embeds`; index i is block position i.
+    cache: the context cache that was used, now ending in the block's n keys and values; None if none was used.
+    hidden_states, attentions: as in any transformers model, if requested.
     """
 
     last_hidden_state: torch.Tensor | None = None
@@ -56,7 +53,7 @@ class DFlashDraftOutput(ModelOutput):
 
 
 class DFlashRotaryEmbedding(Qwen3RotaryEmbedding):
-    """RoPE of every type that transformers has; its frequencies stay in float32 when the draft is cast."""
+    """RoPE of any type that transformers supports; its frequencies stay in float32 when the draft is cast."""
 
     def _apply(self, fn: Callable, recurse: bool = True) -> "DFlashRotaryEmbedding":
         before = dict(self.named_buffers(recurse=False))
@@ -102,14 +99,14 @@ class DFlashAttention(nn.Module):
         **kwargs: Any,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """(batch, n, hidden_size), (batch, c, hidden_size) -> (batch, n, hidden_size), attention weights or None."""
-        # One product for context and block: in decoding both are short, and reading the weights is what costs.
+        # One matmul for context and block: in decoding both are short, and reading the weights dominates the cost.
         source = block if context is None else torch.cat([context, block], dim=1)
         query = self.q_norm(self._heads(self.q_proj(block))).transpose(1, 2)
         key = self.k_norm(self._heads(self.k_proj(source))).transpose(1, 2)
         value = self._heads(self.v_proj(source)).transpose(1, 2)
 
         # Positions run over context and block; the queries are the last n of them.
-        cos, sin = (part.unsqueeze(1) for part in position_embeddings)
+        cos, sin = (embedding.unsqueeze(1) for embedding in position_embeddings)
         n = block.shape[1]
         query = query * cos[..., -n:, :] + rotate_half(query) * sin[..., -n:, :]
         key = key * cos + rotate_half(key) * sin
@@ -128,7 +125,7 @@ class DFlashAttention(nn.Module):
             dropout=self.config.attention_dropout if self.training else 0.0,
             scaling=self.scaling,
             sliding_window=self.sliding_window,
-            # Only flash attention builds its own causal mask; for all others ours says everything.
+            # Only flash attention builds its own causal mask; for all others ours is complete.
             is_causal=self.is_causal and masks.is_flash,
             **kwargs,
         )
@@ -139,10 +136,10 @@ class DFlashAttention(nn.Module):
 
 
 class GroupedDynamicCausalConv(nn.Module):
-    """DFlash 2: a short causal convolution over the block before and after a sublayer, whose kernel the input shapes.
+    """DFlash 2: a short causal convolution over the block, before and after a sublayer, with an input-dependent kernel.
 
-    Kernel = `base_kernel` (per channel) + `kernel_projection(input)` (per token and group of channels). Both the kernel
-    used before the sublayer and the one used after it come from the sublayer's input.
+    Kernel = `base_kernel` (per channel) + `kernel_projection(input)` (per token and group of channels). The kernels
+    before and after the sublayer are both computed from the sublayer's input.
     """
 
     def __init__(self, config: DFlashConfig) -> None:
@@ -156,9 +153,9 @@ class GroupedDynamicCausalConv(nn.Module):
     def around(
         self, sublayer: Callable[[torch.Tensor], torch.Tensor], hidden: torch.Tensor, block_length: int | None = None
     ) -> torch.Tensor:
-        """(batch, n, hidden_size) -> the same: convolve, run the sublayer, convolve.
+        """(batch, n, hidden_size) -> (batch, n, hidden_size): convolve, run the sublayer, convolve.
 
-        Where a row holds several blocks of `block_length` tokens, the convolutions start anew in each.
+        If a row holds several blocks of `block_length` tokens, the convolutions do not cross block boundaries.
         """
         shape = hidden.shape
         length = block_length or shape[1]
@@ -170,8 +167,8 @@ class GroupedDynamicCausalConv(nn.Module):
     def _convolve(self, hidden: torch.Tensor, dynamic: torch.Tensor, base: torch.Tensor) -> torch.Tensor:
         grouped = hidden.unflatten(-1, (-1, self.group_size))
         kernel = base.unflatten(-1, (-1, self.group_size)) + dynamic.unsqueeze(-1)
-        # Entry j of the kernel reads j tokens back. Size 2: token 5 gets kernel[0] * x[5] + kernel[1] * x[4], and
-        # token 0 gets kernel[0] * x[0] alone.
+        # Kernel entry j applies to the token j back. Size 2: token 5 gets kernel[0] * x[5] + kernel[1] * x[4], and
+        # token 0 gets only kernel[0] * x[0].
         convolved = kernel[..., 0, :, :] * grouped
         for back in range(1, min(self.kernel_size, hidden.shape[1])):
             convolved[:, back:] = convolved[:, back:] + kernel[:, back:, back] * grouped[:, :-back]
@@ -179,7 +176,7 @@ class GroupedDynamicCausalConv(nn.Module):
 
 
 class CandidateSelector(nn.Module):
-    """DFlash 2: chooses one candidate per position, left to right, by its logit and how well it follows the last."""
+    """DFlash 2: picks one candidate per position, left to right, by its logit and its fit to the previous one."""
 
     def __init__(self, config: DFlashConfig) -> None:
         super().__init__()
@@ -191,7 +188,7 @@ class CandidateSelector(nn.Module):
     def forward(self, hidden: torch.Tensor, logits: torch.Tensor, anchor_ids: torch.Tensor) -> torch.Tensor:
         """(batch, n, hidden_size), (batch, n, vocabulary), (batch,) -> token ids (batch, n).
 
-        Of the `top_k` candidates of each position the one with the highest score is taken, in float32:
+        Picks the highest-scoring of the `top_k` candidates of each position, in float32:
         logit + <predecessor_codebook[previous] * hidden_projection(hidden), successor_codebook[candidate]>.
         """
         unary, candidates = torch.topk(logits, self.top_k, dim=-1)
@@ -199,16 +196,16 @@ class CandidateSelector(nn.Module):
         successors = F.embedding(candidates, self.successor_codebook)
         previous, path = anchor_ids, []
         for position in range(hidden.shape[1]):
-            wanted = F.embedding(previous, self.predecessor_codebook) * projected[:, position]
-            follows = (successors[:, position].float() @ wanted.float().unsqueeze(-1)).squeeze(-1)
-            best = (unary[:, position].float() + follows).argmax(-1, keepdim=True)
+            predecessor = F.embedding(previous, self.predecessor_codebook) * projected[:, position]
+            transition = (successors[:, position].float() @ predecessor.float().unsqueeze(-1)).squeeze(-1)
+            best = (unary[:, position].float() + transition).argmax(-1, keepdim=True)
             previous = candidates[:, position].gather(-1, best).squeeze(-1)
             path.append(previous)
         return torch.stack(path, dim=1)
 
 
 class DFlashDecoderLayer(GradientCheckpointingLayer):
-    """Attention over context and block, then an MLP; in DFlash 2 each between two convolutions."""
+    """Attention over context and block, then an MLP; in DFlash 2 each is wrapped in two convolutions."""
 
     def __init__(self, config: DFlashConfig, layer_idx: int) -> None:
         super().__init__()
@@ -235,19 +232,19 @@ class DFlashDecoderLayer(GradientCheckpointingLayer):
 
 
 class DFlashPreTrainedModel(PreTrainedModel):
-    """Loading, saving, initialization and the dtype rule of a draft.
+    """Loading, saving, initialization and dtype checks of a draft.
 
     Raises:
-        DraftDtypeError: wherever a draft would be built in, loaded in or cast to float16.
+        DraftDtypeError: whenever a draft would be built in, loaded in or cast to float16.
     """
 
     config_class = DFlashConfig
     config: DFlashConfig
     base_model_prefix = "model"
     main_input_name = "noise_embeds"
-    # Set by `hf_dflash.draft.loading`, which knows the published layouts; on the Hub a draft is always canonical.
+    # Set by `hf_dflash.draft.loading`, which reads the published layouts; exported drafts are always canonical.
     load_published: ClassVar[Callable | None] = None
-    # What is saved or pushed brings its code along, so that plain transformers loads it with trust_remote_code.
+    # Save and push the code along, so that plain transformers loads the draft with trust_remote_code.
     _auto_class = "AutoModel"
     input_modalities = ("text",)
     supports_gradient_checkpointing = True
@@ -263,7 +260,7 @@ class DFlashPreTrainedModel(PreTrainedModel):
     }
 
     def __init__(self, config: DFlashConfig, *args: Any, **kwargs: Any) -> None:
-        # transformers sets the default dtype while it builds a model in a given dtype, however that dtype was spelled.
+        # transformers sets the default dtype while it builds a model, however the dtype was spelled.
         if torch.get_default_dtype() == torch.float16:
             raise DraftDtypeError(FP16_REASON)
         super().__init__(config, *args, **kwargs)
@@ -272,13 +269,13 @@ class DFlashPreTrainedModel(PreTrainedModel):
     def from_pretrained(
         cls, pretrained_model_name_or_path: Any, *args: Any, config: Any = None, **kwargs: Any
     ) -> "DFlashPreTrainedModel":
-        """As for any transformers model; with hf_dflash installed, from every published layout, as by `load_draft`."""
+        """Load as any transformers model; with hf_dflash installed, from every published layout, like `load_draft`."""
         if cls.load_published is None or pretrained_model_name_or_path is None or config is not None:
             return super().from_pretrained(pretrained_model_name_or_path, *args, config=config, **kwargs)
         return cls.load_published(pretrained_model_name_or_path, *args, **kwargs)
 
     def _apply(self, fn: Callable, recurse: bool = True) -> "DFlashPreTrainedModel":
-        """Every cast and move of a module, also as part of another, goes through here."""
+        """Check the dtype: every cast or move of a module, also as a submodule, goes through here."""
         weight = next(self.parameters())
         if fn(torch.empty(0, dtype=weight.dtype, device=weight.device)).dtype == torch.float16:
             raise DraftDtypeError(FP16_REASON)
@@ -287,7 +284,7 @@ class DFlashPreTrainedModel(PreTrainedModel):
     def _init_weights(self, module: nn.Module) -> None:
         super()._init_weights(module)
         if isinstance(module, GroupedDynamicCausalConv):
-            # Passes its input through until it has learned something better.
+            # Starts out as the identity.
             identity = torch.zeros_like(module.base_kernel)
             identity[:, 0] = 1.0
             init.copy_(module.base_kernel, identity)
@@ -299,10 +296,10 @@ class DFlashPreTrainedModel(PreTrainedModel):
 
 
 class DFlashDraftModel(DFlashPreTrainedModel):
-    """The draft network. `DFlashDraftModel(config)` builds a `DFlash2DraftModel` from a configuration of version 2."""
+    """The draft network. `DFlashDraftModel(config)` builds a `DFlash2DraftModel` if the configuration is version 2."""
 
     def __new__(cls, config: DFlashConfig | None = None, *args: Any, **kwargs: Any) -> "DFlashDraftModel":
-        # Copying and unpickling come without a configuration, but with the right class.
+        # Copying and unpickling pass no configuration, but already have the right class.
         return super().__new__(DFlash2DraftModel if config is not None and config.dflash_version == 2 else cls)
 
     def __init__(self, config: DFlashConfig) -> None:
@@ -320,7 +317,7 @@ class DFlashDraftModel(DFlashPreTrainedModel):
         self.post_init()
 
     def get_input_embeddings(self) -> nn.Embedding | None:
-        """The draft's own embeddings; None where it borrows the target's. Quantizers ask for them."""
+        """Return the draft's own embeddings, or None if it uses the target's. Quantizers call this."""
         return self.embed_tokens
 
     def fuse(self, context_hidden_states: torch.Tensor) -> torch.Tensor:
@@ -328,7 +325,7 @@ class DFlashDraftModel(DFlashPreTrainedModel):
         if context_hidden_states.shape[-1] != self.fc.in_features:
             raise PairingError(
                 f"The target's taps are {context_hidden_states.shape[-1]} wide, but this draft was trained on "
-                f"{self.fc.in_features} ({len(self.config.target_layer_ids)} taps). Use the target that it was made for"
+                f"{self.fc.in_features} ({len(self.config.target_layer_ids)} taps). Use the target it was trained for"
                 f"{f': {self.config.target_name_or_path}' if self.config.target_name_or_path else ''}."
             )
         return self.hidden_norm(self.fc(context_hidden_states.to(self.norm.weight.dtype)))
@@ -345,21 +342,21 @@ class DFlashDraftModel(DFlashPreTrainedModel):
         past_key_values: Any = None,
         **kwargs: Any,
     ) -> DFlashDraftOutput:
-        """One parallel pass over a block.
+        """Run one parallel pass over a block.
 
         Args:
             noise_embeds: (batch, n, hidden_size), n >= 1, the embeddings of [anchor, mask, mask, ...]; any float dtype.
-            context_hidden_states: (batch, c, n_taps * target hidden size), the taps that the cache does not hold yet;
-                any float dtype. None for none.
-            attention_mask: None where every key is real; (batch, cached + c + n) with 0 at padding; or a ready mask,
-                see `BlockMasks`.
-            position_ids: (batch or 1, c + n), by default consecutive after what the cache holds.
-            cache: holds the context's keys and values of earlier rounds; this call adds c + n, of which the caller
-                crops the block's n.
-            use_cache: True makes a cache where none is given.
-            past_key_values: the name that transformers before 5.24 gives to `cache`.
-            kwargs: `block_length`, where the n tokens are several packed blocks (in training), each with convolutions
-                of its own; and what the attention implementation takes besides.
+            context_hidden_states: (batch, c, n_taps * target hidden size), the taps not yet in the cache; any float
+                dtype. None if there are none.
+            attention_mask: None if there is no padding; (batch, cached + c + n) with 0 at padding; or a ready-made
+                mask, see `BlockMasks`.
+            position_ids: (batch or 1, c + n); default: consecutive, continuing after the cache.
+            cache: keys and values of the context from earlier rounds; this call adds c + n, of which the caller crops
+                the block's n.
+            use_cache: True creates a cache if none is given.
+            past_key_values: the name of `cache` in transformers before 5.24.
+            kwargs: `block_length` if the n tokens are several packed blocks (in training), each convolved separately;
+                and further arguments of the attention implementation.
         """
         cache = cache if cache is not None else past_key_values
         if use_cache and cache is None:
@@ -379,13 +376,13 @@ class DFlashDraftModel(DFlashPreTrainedModel):
         return DFlashDraftOutput(last_hidden_state=self.norm(block).to(noise_embeds.dtype), cache=cache)
 
     def embed(self, input_ids: torch.Tensor, target_embed: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
-        """(batch, n) ids -> (batch, n, hidden_size), by the draft's own embeddings if it has any, else the target's."""
+        """(batch, n) ids -> (batch, n, hidden_size), from the draft's own embeddings if any, else the target's."""
         if self.embed_tokens is None:
             return target_embed(input_ids)
         return self.embed_tokens(input_ids.to(self.embed_tokens.weight.device))
 
     def compute_logits(self, hidden: torch.Tensor, head: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
-        """(batch, n, hidden_size) -> (batch, n, vocabulary), the draft's own reduced vocabulary where it has one.
+        """(batch, n, hidden_size) -> (batch, n, vocabulary); the draft's own reduced vocabulary if it has one.
 
         logits = head(hidden) * output_multiplier, then cap * tanh(logits / cap).
         """
@@ -398,7 +395,7 @@ class DFlashDraftModel(DFlashPreTrainedModel):
     def propose(
         self, hidden: torch.Tensor, anchor_ids: torch.Tensor, head: Callable[[torch.Tensor], torch.Tensor]
     ) -> torch.Tensor:
-        """The candidates for the block positions after the anchor.
+        """Return the candidates for the block positions after the anchor.
 
         Args:
             hidden: (batch, n, hidden_size), the last hidden state of those positions: `last_hidden_state[:, 1:]`.
@@ -406,22 +403,22 @@ class DFlashDraftModel(DFlashPreTrainedModel):
             head: the target's head, (batch, n, hidden_size) -> (batch, n, vocabulary).
 
         Returns:
-            (batch, n) ids of the target's vocabulary.
+            (batch, n) ids in the target's vocabulary.
         """
-        # In float32, which the CPU compares several times quicker than bfloat16; the order is the same.
+        # In float32, where argmax on the CPU is several times faster than in bfloat16; the order is the same.
         candidates = self.compute_logits(hidden, head).float().argmax(-1)
         # d2t holds offsets: draft id 7 with d2t[7] = 100 is target id 107.
         return candidates if self.d2t is None else candidates + self.d2t[candidates]
 
 
 class DFlash2DraftModel(DFlashDraftModel):
-    """DFlash 2: convolutions around the sublayers, and candidates chosen so that each follows the one before."""
+    """DFlash 2: convolutions around the sublayers, and candidates chosen so that each follows the previous one."""
 
     def __init__(self, config: DFlashConfig) -> None:
         if config.dflash_version != 2:
             raise CheckpointError(
                 f"A DFlash2DraftModel needs a configuration with dflash_version 2, found {config.dflash_version}. "
-                "Build a DFlashDraftModel from it instead."
+                "Use DFlashDraftModel instead."
             )
         super().__init__(config)
         self.candidate_selector = CandidateSelector(config)
@@ -430,7 +427,7 @@ class DFlash2DraftModel(DFlashDraftModel):
     def propose(
         self, hidden: torch.Tensor, anchor_ids: torch.Tensor, head: Callable[[torch.Tensor], torch.Tensor]
     ) -> torch.Tensor:
-        """As in DFlash 1, but along the selector's path instead of position by position."""
+        """Like DFlash 1, but along the selector's path instead of position by position."""
         logits = self.compute_logits(hidden, head)
         return self.candidate_selector(hidden.to(self.norm.weight.dtype), logits, anchor_ids)
 

@@ -1,3 +1,3 @@
-"""Everything that depends on the target: its hidden states and head, its attention over a block, its cache, and the
-processes that share it.
+"""Everything that depends on the target: its hidden states and head, attention over a block, its cache, and running it
+in several processes.
 """

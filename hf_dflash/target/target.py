@@ -1,10 +1,7 @@
-"""The target model, as decoding sees it.
+"""The target model as decoding sees it: its decoder layers and taps (outputs of selected layers), embedding, head,
+prefill and verify.
 
-Owns: everything that depends on which model the target is: where its decoder layers are, how a block is embedded, how
-hidden states become logits, how a prompt is read, how a block is verified, and the taps (outputs of chosen decoder
-layers). It is the only module that knows target families.
-
-Does not know: drafts, acceptance, caches' insides, the order of a round.
+This is the only module that handles differences between target families.
 """
 
 import copy
@@ -25,17 +22,17 @@ logger = logging.get_logger(__name__)
 
 
 class Taps:
-    """Outputs of chosen decoder layers, kept while the owning thread records.
+    """Outputs of selected decoder layers, kept while the owning thread records.
 
-    A tap is what the decoder layer itself returns: the residual stream before the model's final norm, also for the last
-    layer (`hidden_states[-1]` of transformers is *after* that norm and is not what drafts are trained on).
+    A tap is what the decoder layer itself returns: the residual stream before the model's final norm, even for the last
+    layer (transformers' `hidden_states[-1]` is *after* that norm and is not what drafts are trained on).
 
-    The hooks belong to one generation. They ignore forwards of other threads, and forwards outside `recording()`, such
-    as those that a classifier-free-guidance processor makes on the same model.
+    The hooks belong to one generation. They ignore forwards from other threads and forwards outside `recording()`, such
+    as those that a classifier-free guidance processor runs on the same model.
 
     Args:
         layers: the target's decoder layers.
-        layer_ids: which of them to tap; 0-based, so id i is what transformers calls `hidden_states[i + 1]`.
+        layer_ids: which of them to tap, 0-based: id i is transformers' `hidden_states[i + 1]`.
     """
 
     def __init__(self, layers: nn.ModuleList, layer_ids: Sequence[int]):
@@ -65,7 +62,7 @@ class Taps:
 
     @contextmanager
     def recording(self) -> Iterator[None]:
-        """Keep the tapped outputs of the forwards that this thread makes inside the `with` block."""
+        """Record the tapped outputs of the forwards that this thread runs inside the `with` block."""
         self._recording_thread = threading.get_ident()
         try:
             yield
@@ -73,20 +70,20 @@ class Taps:
             self._recording_thread = None
 
     def take(self, device: torch.device) -> torch.Tensor:
-        """Hand over what was recorded and forget it.
+        """Return what was recorded and clear it.
 
         Returns:
-            `(batch, tokens, taps * hidden)` in the target's dtype on `device`, layers side by side in the order of
-            `layer_ids`; the chunks of a chunked prefill follow each other along `tokens`.
+            `(batch, tokens, taps * hidden)` in the target's dtype on `device`, layers concatenated in the order of
+            `layer_ids`. The chunks of a chunked prefill are concatenated along `tokens`.
         """
         outputs, self._outputs = self._outputs, [[] for _ in self._layers]
         for layer_id, chunks in zip(self._layer_ids, outputs, strict=True):
             if not chunks:
                 raise UnsupportedTargetError(
-                    f"Decoder layer {layer_id} of the target ran without its output being seen, so the draft has no "
-                    "context. Forward hooks were expected to fire on every tapped layer; where a part of the target "
-                    "that holds several layers was compiled before (`target.model.forward = torch.compile(...)`), "
-                    "they do not. Use the uncompiled target, or compile layer by layer."
+                    f"The output of decoder layer {layer_id} of the target was not captured, so the draft has no "
+                    "context. Forward hooks are expected to fire on every tapped layer, but they do not if a module "
+                    "that contains several layers was compiled (`target.model.forward = torch.compile(...)`). Use "
+                    "the uncompiled target, or compile it layer by layer."
                 )
             if chunks[0].dim() != 3:
                 raise UnsupportedTargetError(
@@ -94,16 +91,16 @@ class Taps:
                     "tap is expected to be (batch, tokens, hidden). This target keeps several residual streams and "
                     "cannot be tapped."
                 )
-        # The taps of a long prompt are large, so nothing is copied that need not be.
-        whole = [chunks[0] if len(chunks) == 1 else torch.cat(chunks, dim=1) for chunks in outputs]
-        return torch.cat([tap.to(device) for tap in whole], dim=-1)
+        # The taps of a long prompt are large, so avoid copies.
+        taps = [chunks[0] if len(chunks) == 1 else torch.cat(chunks, dim=1) for chunks in outputs]
+        return torch.cat([tap.to(device) for tap in taps], dim=-1)
 
 
 class Target:
-    """A target model and what decoding asks of it.
+    """A target model with the operations that decoding needs.
 
     Args:
-        model: a causal language model, alone or as the text tower of a multimodal model.
+        model: a causal language model, on its own or as the text tower of a multimodal model.
 
     Raises:
         UnsupportedTargetError: the decoder layers, the input embedding or the output head cannot be found.
@@ -124,25 +121,25 @@ class Target:
 
     @property
     def name(self) -> str:
-        """The target's name for messages: its path or Hub id, else its class."""
+        """The target's name for messages: its path or Hub id, or else its class."""
         return getattr(self.model.config, "name_or_path", "") or type(self.model).__name__
 
     @property
     def dtype(self) -> torch.dtype:
-        """The floating dtype of the target's hidden states, also when its weights are quantized."""
+        """The floating-point dtype of the target's hidden states, even if its weights are quantized."""
         return self.model.dtype
 
     @property
     def num_embeddings(self) -> int:
-        """Rows of the input embedding: every id below it can be embedded."""
+        """Rows of the input embedding: every id below this can be embedded."""
         return getattr(self._embedding, "num_embeddings", self.text_config.vocab_size)
 
     def embed(self, ids: torch.LongTensor) -> torch.Tensor:
-        """Embed a block as the draft was trained on it.
+        """Embed a block the way it was embedded when the draft was trained.
 
-        The embedding module is called, so scaled embeddings (Gemma multiplies by sqrt(hidden)) and quantized ones do
-        what they do in the target. A norm that the embedding module applies on top (Muse) is bypassed: the draft was
-        trained on the rows below it.
+        The embedding module is called, so scaled embeddings (Gemma multiplies by sqrt(hidden)) and quantized ones
+        behave as in the target. A norm that the embedding module applies on top (Muse) is bypassed: the draft was
+        trained on the embeddings before it.
 
         Args:
             ids: `(batch, n)`.
@@ -159,8 +156,8 @@ class Target:
     def head(self, hidden: torch.Tensor) -> torch.Tensor:
         """Call the target's head on the draft's output: `(batch, n, hidden)` to `(batch, n, vocabulary)`.
 
-        The head is called, never read, so a quantized one works; its input is cast to the target's dtype and moved to
-        its device.
+        The head is called and its weight is never read, so a quantized head works. Its input is cast to the target's
+        dtype and moved to the head's device.
         """
         self._gather()
         return self._output_head(
@@ -168,40 +165,40 @@ class Target:
         )
 
     def _gather(self) -> None:
-        """Make the weights whole that FSDP's `fully_shard(model)` gathers for the model's own forward alone.
+        """Unshard the weights that FSDP's `fully_shard(model)` gathers only for the model's own forward.
 
-        Embedding and head usually belong to them. The next forward shards them again, where it was told to.
+        Embedding and head are usually among them. The next forward reshards them if FSDP is configured to.
         """
         if isinstance(getattr(self.model, "unshard", None), Callable):
             self.model.unshard()
 
     def taps(self, layer_ids: Sequence[int]) -> Taps:
-        """Taps on these decoder layers; see `Taps`."""
+        """Return taps on these decoder layers; see `Taps`."""
         return Taps(self.layers, layer_ids)
 
     def prefill(
         self, input_ids: torch.LongTensor, generation_config: GenerationConfig, model_kwargs: dict[str, Any]
     ) -> ModelOutput:
-        """Read the prompt as plain generate reads it, in chunks if `generation_config.prefill_chunk_size` says so.
+        """Run the prompt as plain generate does, in chunks if `generation_config.prefill_chunk_size` is set.
 
         Returns:
-            the model's output; the last row of its logits is the distribution of the first new token.
+            the model's output. The last position of its logits predicts the first new token.
         """
         if "logits_to_keep" in model_kwargs and getattr(self.text_config, "num_kv_shared_layers", 0):
-            # Such targets (Gemma 4) run their last layers for the kept tokens only, and a tap there would miss the
-            # prompt. They do so for a count of tokens to keep, not for a list of indices: the last one is [-1].
+            # These targets (Gemma 4) run their last layers only on the kept tokens, so a tap there would miss the
+            # prompt. They do so for a number of tokens to keep but not for a list of indices, such as [-1] (the last).
             model_kwargs = {**model_kwargs, "logits_to_keep": torch.tensor([-1], device=input_ids.device)}
         return self.model._prefill(input_ids, generation_config, model_kwargs)
 
     def verify(self, ids: torch.LongTensor, block_length: int, model_kwargs: dict[str, Any]) -> ModelOutput:
-        """Read a block of anchor and candidates in one forward.
+        """Verify a block (the anchor and its candidates) in one forward.
 
         Args:
             ids: `(batch, length + block_length - 1)`, the committed ids followed by the candidates. The last committed
                 id is the anchor, the first input of the block. Example: committed [5, 6, 7], candidates [8, 9]: ids [5,
-                6, 7, 8, 9], block_length 3, and the model reads [7, 8, 9].
-            block_length: inputs to read, anchor included.
-            model_kwargs: as plain generate holds them when the anchor is the next input.
+                6, 7, 8, 9], block_length 3, and the model's inputs are [7, 8, 9].
+            block_length: number of inputs, anchor included.
+            model_kwargs: what plain generate would have when the anchor is the next input.
 
         Returns:
             the model's output with logits `(batch, block_length, vocabulary)`.
@@ -215,11 +212,11 @@ class Target:
         return outputs
 
     def advance(self, outputs: ModelOutput, model_kwargs: dict[str, Any], num_tokens: int) -> dict[str, Any]:
-        """What plain generate would hold as `model_kwargs` after `num_tokens` more tokens; the argument is left as it
-        is.
+        """Return the `model_kwargs` plain generate would have after `num_tokens` more tokens. The argument is not
+        modified.
 
-        Token types repeat the last entry, so they are carried token by token: asking for several at once would repeat
-        as many entries of the prompt, image positions among them.
+        Token types are extended one token at a time, so that the last entry is repeated. Extending by several at once
+        would repeat that many entries of the prompt, image positions included.
         """
         step = 1 if model_kwargs.get("token_type_ids") is not None else num_tokens
         advanced = dict(model_kwargs)
@@ -229,15 +226,15 @@ class Target:
 
 
 def _uncompiled(model: PreTrainedModel) -> PreTrainedModel:
-    """The same weights without `model.forward = torch.compile(...)` or `model.compile()`: a graph of the whole model
-    runs past the hooks that take the taps. The caller's object stays compiled.
+    """Return the model without `model.forward = torch.compile(...)` or `model.compile()`, sharing its weights: a graph
+    of the whole model skips the hooks that take the taps. The caller's object stays compiled.
     """
     original = getattr(vars(model).get("forward"), "_torchdynamo_orig_callable", None)
     if original is None and model._compiled_call_impl is None:
         return model
     logger.warning_once(
         "The target is compiled as a whole. With a DFlash draft it runs uncompiled, since a compiled graph does not "
-        "show the outputs of its layers. Compile the layers instead (`layer.forward = torch.compile(layer.forward)`)."
+        "expose its layers' outputs. Compile the layers instead (`layer.forward = torch.compile(layer.forward)`)."
     )
     model = copy.copy(model)
     model._compiled_call_impl = None
@@ -247,24 +244,24 @@ def _uncompiled(model: PreTrainedModel) -> PreTrainedModel:
 
 
 def _find_decoder_layers(model: PreTrainedModel, num_layers: int) -> nn.ModuleList:
-    """The text tower's list of decoder layers, by its length: the one `nn.ModuleList` with as many entries as the
-    config has layers.
+    """Find the text tower's decoder layers by their number: the `nn.ModuleList` with as many entries as the config has
+    layers.
     """
     decoder = model.get_decoder() if hasattr(model, "get_decoder") else model
     for module in (decoder, model):
         lists = [m for m in module.modules() if isinstance(m, nn.ModuleList) and len(m) == num_layers]
         if lists:
-            # `modules()` goes from the outside in, so the first list is the stack itself and not one inside a layer.
+            # `modules()` goes from the outside in, so the first match is the stack itself, not a list inside a layer.
             return lists[0]
     raise UnsupportedTargetError(
         f"No list of {num_layers} decoder layers (`num_hidden_layers` of the text config) was found in "
-        f"{type(model).__name__}, so the layers that the draft taps cannot be told. Pass a decoder-only causal "
-        "language model."
+        f"{type(model).__name__}, so there is nothing for the draft to tap. Pass a decoder-only causal language "
+        "model."
     )
 
 
 def _execution_device(module: nn.Module, default: torch.device) -> torch.device:
-    """Where a module computes: its accelerate hook's device if it is offloaded, else that of its first tensor."""
+    """Return the device a module runs on: its accelerate hook's if it is offloaded, else its first tensor's."""
     hook_device = getattr(getattr(module, "_hf_hook", None), "execution_device", None)
     if hook_device is not None:
         return torch.device(hook_device)

@@ -1,9 +1,6 @@
-"""Exporting a draft as a folder that is ready for the Hub.
+"""Exports a draft as a Hub-ready folder; uploading it is left to `huggingface_hub`.
 
-Owns: `export_draft`: which files such a folder has, and that it appears whole or not at all. `card` writes its README;
-`generate` is the file that it carries as `custom_generate/generate.py`.
-
-Does not know: published layouts (the draft is loaded first), uploading (`huggingface_hub` does that), command lines.
+`card` writes its README; `generate` becomes its `custom_generate/generate.py`.
 """
 
 import shutil
@@ -31,18 +28,18 @@ def export_draft(
     force: bool = False,
     **options: Any,
 ) -> Path:
-    """Writes a draft of any published layout as a folder that plain transformers loads.
+    """Write a draft in any published layout as a folder that plain transformers loads.
 
-    The folder holds the weights (safetensors, sharded where they are large), the canonical `config.json`, the code of
-    the network, `custom_generate/` and a model card. It is written beside `destination` and moved there when complete.
+    The folder has the weights (safetensors, sharded if they are large), the canonical `config.json`, the code of the
+    network, `custom_generate/` and a model card. It is written atomically.
 
     Args:
         source: folder or Hub id of a draft.
         destination: the folder to write.
-        target: Hub id of the target, for the card and the configuration; default: what the checkpoint says.
+        target: Hub id of the target, for the card and the configuration; default: the checkpoint's.
         dtype: to store in; default: the checkpoint's.
-        max_shard_size: the largest weight file, in bytes or as "5GB".
-        force: replace `destination` where it already holds a draft.
+        max_shard_size: size limit of a weight file, in bytes or as "5GB".
+        force: replace `destination` if it already holds a draft.
         options: further options of `load_draft` (`revision`, `token`, ...).
 
     Returns:
@@ -57,7 +54,7 @@ def export_draft(
     if target is not None:
         draft.config.target_name_or_path = target
     with atomic_folder(destination) as folder:
-        # The network's class brings its code along, as every class does that is made for AutoModel.
+        # Also saves the network's code: the class is registered for AutoModel.
         draft.save_pretrained(folder, max_shard_size=max_shard_size)
         (folder / "README.md").write_text(model_card(draft), encoding="utf-8")
         (folder / _CUSTOM_GENERATE).mkdir()
@@ -67,7 +64,7 @@ def export_draft(
 
 
 def _check_free(destination: Path, force: bool) -> None:
-    """Refuses to write over anything, and with `force` over anything but a draft."""
+    """Refuse to overwrite anything; with `force`, anything but a draft."""
     if not destination.exists() or (destination.is_dir() and not any(destination.iterdir())):
         return
     if not force:
@@ -77,7 +74,7 @@ def _check_free(destination: Path, force: bool) -> None:
     if not destination.is_dir() or not is_draft_checkpoint(destination):
         raise CheckpointError(
             f"{destination} does not hold a DFlash draft, so it is not replaced, not even with --force. "
-            "Choose another folder or empty it by hand."
+            "Choose another folder or empty it yourself."
         )
 
 

@@ -1,18 +1,17 @@
-"""The model card of an exported draft.
+"""The model card of an exported draft: what it is and how to use it."""
 
-Owns: what a README.md on the Hub says about a draft and how to use it. Does not know: files.
-"""
+from pathlib import Path, PureWindowsPath
+
+from huggingface_hub import ModelCard, ModelCardData
+from huggingface_hub.errors import HFValidationError
+from huggingface_hub.utils import validate_repo_id
 
 from hf_dflash.draft.modeling_dflash import DFlashDraftModel
 
-_CARD = """---
-{metadata}
----
-
-# DFlash{version} draft{for_target}
+_BODY = """# DFlash{version} draft{for_target}
 
 A draft for speculative decoding: it reads hidden states of its target and proposes {candidates} tokens in one pass.
-The target checks them all at once, so the text is exactly what the target generates alone.
+The target verifies them all at once, so the text is exactly what the target generates on its own.
 
 {facts}
 
@@ -24,15 +23,15 @@ With [hf-dflash](https://pypi.org/project/hf-dflash/) (`pip install hf-dflash`),
 import hf_dflash
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-tokenizer = AutoTokenizer.from_pretrained("{target}")
-target = AutoModelForCausalLM.from_pretrained("{target}", dtype="auto", device_map="auto")
+tokenizer = AutoTokenizer.from_pretrained("{target_id}")
+target = AutoModelForCausalLM.from_pretrained("{target_id}", dtype="auto", device_map="auto")
 draft = hf_dflash.load_draft("<this repository>", device_map=target.device)
 
 inputs = tokenizer("How many positive divisors does 196 have?", return_tensors="pt").to(target.device)
 print(tokenizer.decode(target.generate(**inputs, assistant_model=draft, max_new_tokens=200)[0]))
 ```
 
-The same without loading the draft by hand:
+The same without loading the draft yourself:
 `target.generate(**inputs, custom_generate="<this repository>", trust_remote_code=True)`.
 {native}
 """
@@ -52,34 +51,48 @@ Do not run the draft in float16: use bfloat16 or float32.
 
 
 def model_card(draft: DFlashDraftModel) -> str:
-    """The README.md for a draft: metadata, what it is, how it is used."""
+    """Return the README.md of a draft: metadata, description and usage.
+
+    A target in a local folder has no `base_model`, and its path is not disclosed: only the folder's name is.
+    """
     config = draft.config
-    target = config.target_name_or_path
-    metadata = [
-        *([f"base_model: {target}"] if target else []),
-        "library_name: transformers",
-        "pipeline_tag: text-generation",
-        "tags:",
-        *(f"- {tag}" for tag in ("dflash", "speculative-decoding", "custom_generate")),
-    ]
-    return (
-        _CARD.format(
-            metadata="\n".join(metadata),
-            version=" 2" if config.dflash_version == 2 else "",
-            for_target=f" for {target}" if target else "",
-            candidates=config.block_size - 1,
-            facts=_facts(draft),
-            target=target or "<its target>",
-            native=_NATIVE
-            if _runs_natively(draft)
-            else "\nDo not run the draft in float16: use bfloat16 or float32.\n",
-        ).rstrip()
-        + "\n"
+    name = str(config.target_name_or_path or "")
+    repo_id = name if _is_repo_id(name) else None
+    target = repo_id or _folder_name(name)
+    metadata = ModelCardData(
+        base_model=repo_id,
+        library_name="transformers",
+        pipeline_tag="text-generation",
+        tags=["dflash", "speculative-decoding", "custom_generate"],
     )
+    body = _BODY.format(
+        version=" 2" if config.dflash_version == 2 else "",
+        for_target=f" for {target}" if target else "",
+        candidates=config.block_size - 1,
+        facts=_facts(draft),
+        target_id=repo_id or (f"<path of {target}>" if target else "<its target>"),
+        native=_NATIVE if _runs_natively(draft) else "\nDo not run the draft in float16: use bfloat16 or float32.\n",
+    )
+    return str(ModelCard(f"---\n{metadata.to_yaml()}\n---\n\n{body.rstrip()}\n"))
+
+
+def _is_repo_id(name: str) -> bool:
+    """Return whether a name is `name` or `org/name` on the Hub and not a local path."""
+    try:
+        validate_repo_id(name)
+    except HFValidationError:
+        return False
+    return not Path(name).exists()
+
+
+def _folder_name(path: str) -> str:
+    """Return the last component of a POSIX or Windows path, or "" if that is no name (as in `.` or `~`)."""
+    name = PureWindowsPath(path).name
+    return name if name.strip(".~") else ""
 
 
 def _runs_natively(draft: DFlashDraftModel) -> bool:
-    """Whether transformers' own loop proposes what this draft means: it knows only the target's embeddings and head."""
+    """Return whether transformers' own loop can run this draft: it uses only the target's embeddings and head."""
     config = draft.config
     return config.dflash_version == 1 and not config.own_embeddings and config.draft_vocab_size is None
 

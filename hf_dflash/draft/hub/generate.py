@@ -1,10 +1,9 @@
-"""Decoding with the draft of the repository that this file was published in.
+"""Decoding with the draft in this repository.
 
     target.generate(**inputs, custom_generate="<this repository>", trust_remote_code=True)
 
-gives exactly what `target.generate(**inputs)` gives, sooner. It needs the package hf-dflash.
-
-Owns: finding the draft. Does not know: how to decode, which hf_dflash does.
+gives exactly what `target.generate(**inputs)` gives, faster. This file finds the draft; decoding needs the package
+hf-dflash.
 """
 
 import inspect
@@ -12,16 +11,16 @@ from functools import lru_cache
 
 
 def generate(model, draft=None, **arguments):
-    """What transformers calls for `custom_generate="<repository>"`: everything raw, as `generate` got it.
+    """Called by transformers for `custom_generate="<repository>"` with the raw arguments of `generate`.
 
     Args:
         model: the target.
-        draft: a loaded draft, or the name of one; default: the one of this repository.
+        draft: a loaded draft, or its name; default: the draft in this repository.
         arguments: all other arguments of `generate`.
 
     Raises:
         ImportError: hf-dflash is not installed.
-        ValueError: this repository's name is not known, and no draft was given.
+        ValueError: the name of this repository is unknown and no draft was given.
     """
     try:
         from hf_dflash import DFlashGenerate, load_draft
@@ -30,11 +29,11 @@ def generate(model, draft=None, **arguments):
             "Decoding with a DFlash draft needs the package hf-dflash: run `pip install hf-dflash`."
         ) from error
     if draft is None:
-        # transformers runs a copy of this file and does not say whose, but the call to `generate` named it.
+        # transformers runs a copy of this file without its repository's name, but the call to `generate` has it.
         draft = inspect.currentframe().f_back.f_locals.get("custom_generate")
     if draft is None:
         raise ValueError(
-            "Which draft? Name the repository as custom_generate=, or pass draft= (a loaded draft or its name)."
+            "No draft given: pass the repository as custom_generate=, or draft= (a loaded draft or its name)."
         )
     if isinstance(draft, str):
         draft = _loaded(load_draft, draft, model.device)
@@ -43,5 +42,5 @@ def generate(model, draft=None, **arguments):
 
 @lru_cache(maxsize=1)
 def _loaded(load_draft, name, device):
-    """The draft, loaded at the first call and kept for the next."""
+    """Load the draft at the first call and keep it for the next."""
     return load_draft(name).to(device)

@@ -1,10 +1,8 @@
-"""Every published layout of a DFlash checkpoint, translated into the one canonical configuration.
+"""Translates every published layout of a DFlash checkpoint into the canonical configuration.
 
-Owns: the table that recognizes a layout from its `config.json`, and how each names its weights. `readers` knows where
-each layout keeps its values, `refusals` what cannot be honored.
-
-Does not know: files, tensors (only their names and shapes), targets, networks. Reading collects problems, so that
-`inspect` can list all of them; `to_canonical` is the one that raises.
+The table of layouts is here, `readers` knows where each layout keeps its values, `refusals` what is not supported. Of
+tensors only names and shapes are used. Reading collects problems, so that `inspect` can list all of them;
+`to_canonical` raises.
 """
 
 from collections.abc import Callable, Mapping
@@ -33,9 +31,9 @@ Shapes = Mapping[str, tuple[int, ...]]
 class Layout:
     """One published form of a draft checkpoint.
 
-    name: goes into `DFlashConfig.source_layout`. description: for people. matches: whether a `config.json` has this
-    form. read: its values. prefixes: (published, canonical) beginnings of tensor names. unused: tensors that only
-    training or another runtime needs.
+    name: the value of `DFlashConfig.source_layout`. description: for messages. matches: whether a `config.json` has
+    this layout. read: reads its values. prefixes: (published, canonical) prefixes of tensor names. unused: tensors that
+    only training or another runtime needs.
     """
 
     name: str
@@ -46,13 +44,13 @@ class Layout:
     unused: tuple[str, ...] = ()
 
     def rename(self, tensor: str) -> str | None:
-        """The canonical name of a published tensor; None for one that a draft has no use for."""
+        """Return the canonical name of a published tensor, or None if a draft does not use it."""
         if tensor in self.unused or tensor.endswith("rotary_emb.inv_freq"):
             return None
         for published, canonical in self.prefixes:
             if tensor.startswith(published):
                 return canonical + tensor.removeprefix(published)
-        # The authors' module keeps the selector's codebooks as embeddings, their files keep them as bare matrices.
+        # The authors' module stores the selector's codebooks as embeddings, their files as bare matrices.
         return tensor.removesuffix(".weight") if tensor.endswith("_codebook.weight") else tensor
 
 
@@ -60,7 +58,7 @@ def _nested_has(*keys: str) -> Callable[[Mapping], bool]:
     return lambda raw: any(key in submapping(raw, "dflash_config") for key in keys)
 
 
-# The first that matches counts. `model_type` alone says nothing about z-lab's drafts: they call themselves `qwen3`.
+# The first match wins. `model_type` does not identify z-lab's drafts: theirs is `qwen3`.
 LAYOUTS = (
     Layout(
         "canonical",
@@ -95,22 +93,22 @@ LAYOUTS = (
 
 
 def recognize(raw: Mapping) -> Layout | None:
-    """The layout of a `config.json`; None for an ordinary model and for relatives of DFlash that are not supported."""
+    """Return the layout of a `config.json`, or None for an ordinary model or an unsupported relative of DFlash."""
     if unsupported_family(raw):
         return None
     return next((layout for layout in LAYOUTS if layout.matches(raw)), None)
 
 
 def read(raw: Mapping, shapes: Shapes | None = None) -> tuple[Layout, Reading]:
-    """Recognizes and reads a `config.json`, collecting what is wrong with it.
+    """Recognize and read a `config.json`, collecting its problems.
 
     Args:
         raw: the parsed `config.json`.
-        shapes: published tensor names to shapes, where the weights are at hand. Without them, own embeddings and an own
-            head for the full vocabulary go unseen.
+        shapes: published tensor names to shapes, if the weights are available. Without them, the draft's own embeddings
+            and its own head for the full vocabulary cannot be detected.
 
     Raises:
-        CheckpointError: it is no DFlash draft, or a relative that is not supported yet.
+        CheckpointError: it is not a DFlash draft, or a relative that is not supported yet.
     """
     family = unsupported_family(raw)
     if family:
@@ -121,7 +119,7 @@ def read(raw: Mapping, shapes: Shapes | None = None) -> tuple[Layout, Reading]:
     if layout is None:
         kind = raw.get("speculators_model_type") or raw.get("model_type") or "without model_type"
         raise CheckpointError(
-            f"This is no DFlash draft ({kind}, architectures {architectures(raw)}): its config.json has no "
+            f"This is not a DFlash draft ({kind}, architectures {architectures(raw)}): its config.json has no "
             "`dflash_config`, no `speculators_model_type` of dflash or dflash2 and no architecture of a published "
             "draft. An ordinary model cannot propose blocks."
         )
@@ -133,13 +131,13 @@ def read(raw: Mapping, shapes: Shapes | None = None) -> tuple[Layout, Reading]:
 
 
 def _apply_shapes(reading: Reading, shapes: Mapping[str | None, tuple[int, ...]]) -> None:
-    """What only the tensors tell: own embeddings, an own head, and whether `fc` takes as many taps as are listed."""
+    """Add what only the tensors show: own embeddings, an own head, and whether `fc` matches the number of taps."""
     values = reading.values
     values["own_embeddings"] = "embed_tokens.weight" in shapes
     head, reduced = shapes.get("lm_head.weight"), values.get("draft_vocab_size")
     if head is None and reduced is not None:
         reading.problems.append(
-            f"`draft_vocab_size` is {reduced!r}, but the checkpoint has no `lm_head.weight` of its own for it."
+            f"`draft_vocab_size` is {reduced!r}, but the checkpoint has no `lm_head.weight` for it."
         )
     if head is not None and reduced is None:
         values["draft_vocab_size"] = head[0]
@@ -150,19 +148,19 @@ def _apply_shapes(reading: Reading, shapes: Mapping[str | None, tuple[int, ...]]
     if fc is None or len(fc) != 2 or not isinstance(taps, list) or not is_integer(width) or width < 1:
         return
     if len(taps) * width != fc[1]:
-        fits = f"{fc[1] // width} taps" if fc[1] % width == 0 else "no whole number of taps"
+        fits = f"{fc[1] // width} taps" if fc[1] % width == 0 else "not a whole number of taps"
         reading.problems.append(
             f"`target_layer_ids` {taps} does not fit `fc.weight`: {len(taps)} taps of width {width} make "
-            f"{len(taps) * width} inputs, but `fc.in_features` is {fc[1]} ({fits}). Take the taps from the draft's "
+            f"{len(taps) * width} inputs, but `fc.in_features` is {fc[1]} ({fits}). Get the taps from the draft's "
             "author."
         )
 
 
 def to_canonical(raw: Mapping, shapes: Shapes | None = None) -> DFlashConfig:
-    """The canonical configuration of a published `config.json` in any layout; arguments as in `read`.
+    """Return the canonical configuration of a published `config.json` in any layout; arguments as in `read`.
 
     Raises:
-        CheckpointError: naming every value that is missing, impossible or not supported, and where it was looked for.
+        CheckpointError: names every value that is missing, invalid or not supported, and where it was looked for.
     """
     layout, reading = read(raw, shapes)
     problems = reading.all_problems()

@@ -1,8 +1,6 @@
 """One function per published layout: its `config.json` in, canonical values out.
 
-Owns: where each layout keeps each value and what it leaves to be understood (causality, window, tap numbering).
-
-Does not know: tensors, files, how a layout is recognized.
+Includes what a layout leaves implicit: causality, window, tap numbering.
 """
 
 from collections.abc import Mapping
@@ -12,7 +10,7 @@ from transformers import PreTrainedConfig
 
 from hf_dflash.draft.configuration_dflash import FOREIGN_KEYS, DFlashConfig, is_integer
 from hf_dflash.draft.layouts.reading import Reading, Scopes, architectures, submapping
-from hf_dflash.draft.layouts.refusals import OPTIONS, refuse_options
+from hf_dflash.draft.layouts.refusals import OPTIONS, reject_options
 from hf_dflash.draft.layouts.rope import read_rope
 
 # Names that published layouts share with the canonical form.
@@ -34,18 +32,18 @@ NETWORK_KEYS = (
 OUTPUT_KEYS = ("input_embedding_scale", "output_multiplier", "final_logit_softcapping")
 VERSION_2_KEYS = ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")
 
-# Qwen3's own default for `max_window_layers`: with sliding switched on and no list of types, later layers slide.
+# Qwen3's default `max_window_layers`: with sliding enabled and no list of types, layers from this one on slide.
 _MAX_WINDOW_LAYERS = 28
 
 
 def is_version_2(raw: Mapping) -> bool:
-    """Whether a `config.json` of z-lab's kind says that it is a DFlash 2 draft."""
+    """Return whether a `config.json` in one of z-lab's layouts describes a DFlash 2 draft."""
     projector = submapping(raw, "dflash_config").get("projector_type")
     return projector == "dflash2" or any("dflash2" in name.lower() for name in architectures(raw))
 
 
 def read_z_lab(raw: Mapping) -> Reading:
-    """Layouts A, B, D and F: a Qwen3 configuration with a `dflash_config`; a key may stand in either."""
+    """Read layouts A, B, D and F: a Qwen3 configuration with a `dflash_config`; a key may be in either."""
     reading = Reading()
     nested = submapping(raw, "dflash_config")
     scopes = [("dflash_config.", nested), ("", raw)]
@@ -58,7 +56,7 @@ def read_z_lab(raw: Mapping) -> Reading:
     look.take_as("sliding_window", "swa_window_size", "sliding_window")
     types = look.take_as("layer_types", "layer_types") or _default_layer_types(reading, raw)
     if nested.get("use_swa") and isinstance(types, list) and "sliding_attention" not in types:
-        # Model-Optimizer lists full layers and lets this flag make all of them slide.
+        # Model-Optimizer lists full layers, and this flag makes all of them slide.
         types = ["sliding_attention"] * len(types)
     _set_layers(reading, types)
     # `is_causal` at top level, then `causal` in `dflash_config`; without either, the layer type decides.
@@ -66,18 +64,18 @@ def read_z_lab(raw: Mapping) -> Reading:
         if causal is not None:
             _set_causal(reading, place, causal)
             break
-    known = look.asked | OPTIONS | {"use_swa", "causal"}
+    known = look.requested | OPTIONS | {"use_swa", "causal"}
     reading.warnings += [
-        f"`dflash_config.{key}` ({value!r}) is not known here and is left out."
+        f"`dflash_config.{key}` ({value!r}) is unknown and is ignored."
         for key, value in nested.items()
         if value is not None and key not in known
     ]
-    _finish(reading, raw, scopes, rope_scopes=[("", raw)], whole_heads_only=False)
+    _read_common(reading, raw, scopes, rope_scopes=[("", raw)], whole_heads_only=False)
     return reading
 
 
 def read_muse(raw: Mapping) -> Reading:
-    """Layout C, transformers' own MuseGlimmerAssistant: all at top level, every layer slides and none is causal."""
+    """Read layout C, transformers' MuseGlimmerAssistant: all at top level, every layer slides and none is causal."""
     reading = Reading()
     scopes = [("", raw)]
     look = Scopes(reading, scopes)
@@ -87,12 +85,12 @@ def read_muse(raw: Mapping) -> Reading:
     layers = reading.values.get("num_hidden_layers")
     _set_layers(reading, types or (["sliding_attention"] * layers if is_integer(layers) else None))
     _set_causal(reading, "model_type", False)
-    _finish(reading, raw, scopes, rope_scopes=scopes, whole_heads_only=False)
+    _read_common(reading, raw, scopes, rope_scopes=scopes, whole_heads_only=False)
     return reading
 
 
 def read_speculators(raw: Mapping) -> Reading:
-    """Layout G: the decoder in `transformer_layer_config`, tap ids counted from 1, perhaps a smaller vocabulary."""
+    """Read layout G: the decoder in `transformer_layer_config`, 1-based tap ids, possibly a smaller vocabulary."""
     reading = Reading()
     inner = submapping(raw, "transformer_layer_config")
     scopes = [("transformer_layer_config.", inner), ("", raw)]
@@ -104,26 +102,26 @@ def read_speculators(raw: Mapping) -> Reading:
 
     ids = look.take_as("target_layer_ids", "aux_hidden_state_layer_ids")
     if isinstance(ids, list) and all(is_integer(layer) for layer in ids):
-        # speculators counts the embedding as 0: its 2 is hidden_states[2], the output of decoder layer 1.
+        # In speculators 0 is the embedding: its 2 is hidden_states[2], the output of decoder layer 1.
         reading.values["target_layer_ids"] = [layer - 1 for layer in ids]
         reading.places["target_layer_ids"] += ", each minus 1"
     _set_layers(reading, reading.values.get("layer_types") or _default_layer_types(reading, inner))
-    # Full layers see the whole block; sliding ones do where the key says so, by default in DFlash 2 only.
+    # Full layers see the whole block; sliding ones do if this key is set, by default in DFlash 2 only.
     free = raw.get("sliding_window_non_causal")
     if free or (free is None and version == 2):
         _set_causal(reading, "sliding_window_non_causal", False)
 
     if reading.values.get("draft_vocab_size") == reading.values.get("vocab_size"):
-        # The whole vocabulary: the head is the target's, unless the file turns out to hold one.
+        # The full vocabulary: the target's head is used, unless the file has one.
         reading.values.pop("draft_vocab_size", None)
     verifier = submapping(submapping(raw, "speculators_config"), "verifier")
     reading.values["target_name_or_path"] = verifier.get("name_or_path")
-    _finish(reading, raw, scopes, rope_scopes=scopes, whole_heads_only=True)
+    _read_common(reading, raw, scopes, rope_scopes=scopes, whole_heads_only=True)
     return reading
 
 
 def read_canonical(raw: Mapping) -> Reading:
-    """hf_dflash's own form; other keys (`auto_map`, `architectures`, ...) are transformers' business."""
+    """Read hf_dflash's own form; other keys (`auto_map`, `architectures`, ...) are left to transformers."""
     reading = Reading()
     names = [*DFlashConfig.__dataclass_fields__, *FOREIGN_KEYS]
     inherited = PreTrainedConfig.__dataclass_fields__
@@ -131,12 +129,12 @@ def read_canonical(raw: Mapping) -> Reading:
     reading.places = {name: f"`{name}`" for name in names}
     rope = submapping(raw, "rope_parameters")
     reading.places |= {key: f"`rope_parameters.{key}`" for key in ("rope_theta", "rope_type", *rope)}
-    refuse_options(reading, [("", raw)])
+    reject_options(reading, [("", raw)])
     return reading
 
 
 def _default_layer_types(reading: Reading, raw: Mapping) -> list[str] | None:
-    """Qwen3's rule for a configuration that lists no layer types."""
+    """Apply Qwen3's rule for a configuration without layer types."""
     layers = reading.values.get("num_hidden_layers")
     if not is_integer(layers):
         return None
@@ -150,12 +148,12 @@ def _set_layers(reading: Reading, types: Any) -> None:
     if types is not None:
         reading.values["layer_types"] = types
     if not isinstance(types, list) or "sliding_attention" not in types:
-        # Qwen3 configurations carry the target's window also where no layer slides.
+        # Qwen3 configurations keep the target's window even if no layer slides.
         reading.values.pop("sliding_window", None)
 
 
 def _set_causal(reading: Reading, place: str, causal: Any) -> None:
-    """One causality for every layer."""
+    """Set the same causality for every layer."""
     if not isinstance(causal, bool):
         reading.problems.append(f"`{place}` must be true, false or null; found {causal!r}.")
     layers = reading.values.get("num_hidden_layers")
@@ -163,7 +161,7 @@ def _set_causal(reading: Reading, place: str, causal: Any) -> None:
         reading.values["layer_causal"] = [bool(causal)] * layers
 
 
-def _finish(
+def _read_common(
     reading: Reading,
     raw: Mapping,
     scopes: list[tuple[str, Mapping]],
@@ -171,11 +169,11 @@ def _finish(
     rope_scopes: list[tuple[str, Mapping]],
     whole_heads_only: bool,
 ) -> None:
-    """What all published layouts share: RoPE, refused options, the target's vocabulary, special tokens."""
+    """Read what all published layouts share: RoPE, unsupported options, the target's vocabulary, special tokens."""
     read_rope(reading, rope_scopes, whole_heads_only)
-    refuse_options(reading, scopes)
+    reject_options(reading, scopes)
     if reading.values.get("final_logit_softcapping") == 0:
-        # Published configurations write 0 for "no cap".
+        # Published configurations use 0 for "no cap".
         del reading.values["final_logit_softcapping"]
     if reading.values.get("vocab_size") is not None:
         reading.values["target_vocab_size"] = reading.values["vocab_size"]
@@ -185,11 +183,11 @@ def _finish(
 
 
 def mask_warnings(mask_token_id: Any, key: str, special: Any) -> list[str]:
-    """A warning where the mask token is also a special token of the text (an id, a list of ids, or None)."""
+    """Warn if the mask token is also a special token of the text (an id, a list of ids, or None)."""
     ids = special if isinstance(special, (list, tuple)) else [special]
     if not is_integer(mask_token_id) or mask_token_id not in ids:
         return []
     return [
-        f"`mask_token_id` ({mask_token_id}) is also `{key}`. A draft is trained with a token of its own as mask: if "
-        "this id is a mistake, hardly any candidate will be accepted. Compare it with what the draft's author says."
+        f"`mask_token_id` ({mask_token_id}) is also `{key}`. A draft is trained with a dedicated mask token: if this "
+        "id is a mistake, hardly any candidate will be accepted. Check it with the draft's author."
     ]

@@ -1,9 +1,6 @@
-"""Looking keys up in the nested dictionaries of a `config.json`.
+"""Looks up keys in the nested dictionaries of a `config.json`, whatever its layout.
 
-Owns: `Reading`, what was read and from where; `Scopes`, the order in which places are searched. A nested place comes
-before the top level, key by key, and a null counts as absent.
-
-Does not know: any layout.
+For each key, a nested dictionary takes precedence over the top level, and a null counts as absent.
 """
 
 from collections.abc import Iterable, Mapping
@@ -18,9 +15,9 @@ class Reading:
     """What was read from one `config.json`.
 
     values: canonical keys to values, not yet checked.
-    places: canonical keys to where the value stood, or to where it was looked for.
-    problems: what was seen while reading and cannot be honored.
-    warnings: what is odd but works.
+    places: canonical keys to where the value was read from or looked for.
+    problems: found while reading; these prevent loading.
+    warnings: unusual but usable.
     """
 
     values: dict[str, Any] = field(default_factory=dict)
@@ -29,52 +26,52 @@ class Reading:
     warnings: list[str] = field(default_factory=list)
 
     def all_problems(self) -> list[str]:
-        """What was seen while reading, then what is wrong with the values themselves."""
+        """Return the problems found while reading, then those of the values themselves."""
         return [*self.problems, *find_problems(self.values, self.places)]
 
 
 class Scopes:
     """Pairs of a prefix for messages ("dflash_config.") and a dictionary; the first that has a key wins.
 
-    asked: all published names that were looked for.
+    requested: all published names that were looked up.
     """
 
     def __init__(self, reading: Reading, pairs: Iterable[tuple[str, Mapping]]) -> None:
         self.reading = reading
         self.pairs = list(pairs)
-        self.asked: set[str] = set()
+        self.requested: set[str] = set()
 
     def take(self, keys: Iterable[str]) -> None:
-        """Reads keys that are published under their canonical names."""
+        """Read keys that are published under their canonical names."""
         for key in keys:
             self.take_as(key, key)
 
     def take_as(self, canonical: str, *published: str) -> Any:
-        """Reads a canonical key from the first place that has one of its published names; returns the value or None."""
-        self.asked.update(published)
+        """Read a canonical key from the first place that has one of its published names; return the value or None."""
+        self.requested.update(published)
         for name in published:
             for prefix, mapping in self.pairs:
                 if mapping.get(name) is not None:
                     self.reading.values[canonical] = mapping[name]
-                    self.reading.places[canonical] = spoken(prefix, name)
+                    self.reading.places[canonical] = format_place(prefix, name)
                     return mapping[name]
-        looked = " and ".join(spoken(prefix, name) for name in published for prefix, _ in self.pairs)
+        looked = " and ".join(format_place(prefix, name) for name in published for prefix, _ in self.pairs)
         self.reading.places.setdefault(canonical, looked)
         return None
 
 
-def spoken(prefix: str, key: str) -> str:
-    """A place as messages name it: `dflash_config.block_size`, or `block_size` (top level)."""
+def format_place(prefix: str, key: str) -> str:
+    """Format a place for messages: `dflash_config.block_size`, or `block_size` (top level)."""
     return f"`{prefix}{key}`" if prefix else f"`{key}` (top level)"
 
 
 def submapping(raw: Mapping, key: str) -> Mapping:
-    """The dictionary under a key; an empty one where there is none."""
+    """Return the dictionary under a key, or an empty one if there is none."""
     value = raw.get(key)
     return value if isinstance(value, Mapping) else {}
 
 
 def architectures(raw: Mapping) -> list[str]:
-    """The names under `architectures`, as far as they are names."""
+    """Return the strings under `architectures`."""
     names = raw.get("architectures")
     return [name for name in names if isinstance(name, str)] if isinstance(names, list) else []

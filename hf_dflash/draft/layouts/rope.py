@@ -1,16 +1,14 @@
-"""The RoPE values of a draft, wherever a layout keeps them.
+"""Reads the RoPE values of a draft from wherever a layout keeps them.
 
-Owns: the order per key (`rope_parameters`, then `rope_scaling`, then top level), which keys belong to which RoPE type,
-and what is left out because a draft's positions are plain and one-dimensional.
-
-Does not know: how angles are computed; whether the values are possible (the canonical configuration checks that).
+Each key is looked up in `rope_parameters`, then `rope_scaling`, then at top level. M-RoPE keys are dropped, because a
+draft's positions are one-dimensional. Whether the values are valid is checked by the canonical configuration.
 """
 
 from collections.abc import Mapping
 from typing import Any
 
 from hf_dflash.draft.configuration_dflash import LAYER_TYPES, ROPE_REQUIRED_KEYS
-from hf_dflash.draft.layouts.reading import Reading, spoken, submapping
+from hf_dflash.draft.layouts.reading import Reading, format_place, submapping
 
 _OPTIONAL_KEYS = {
     "yarn": ("attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate"),
@@ -18,7 +16,7 @@ _OPTIONAL_KEYS = {
     "proportional": ("partial_rotary_factor",),
 }
 _TOP_LEVEL_KEYS = ("rope_theta", "rope_type", "partial_rotary_factor", "original_max_position_embeddings")
-# Inherited from a multimodal target; the draft counts tokens in a line whatever its target does with images.
+# Inherited from a multimodal target; a draft's positions are one-dimensional even if its target's are not.
 _MROPE_KEYS = ("mrope_section", "mrope_interleaved")
 _KNOWN_KEYS = {
     "type",
@@ -29,25 +27,25 @@ _KNOWN_KEYS = {
 
 
 def read_rope(reading: Reading, scopes: list[tuple[str, Mapping]], whole_heads_only: bool) -> None:
-    """Puts `rope_parameters` into the values of a reading, and the place of each of its keys beside them.
+    """Put `rope_parameters` into the values of a reading, and the place of each of its keys into its places.
 
     Args:
-        reading: already holds `layer_types`, where there are any.
-        scopes: prefixes for messages and dictionaries to search, first come first served.
-        whole_heads_only: refuse a `partial_rotary_factor` below 1 for default RoPE too. z-lab's network turns whole
-            heads whatever this inherited key says; a speculators draft may have been trained either way.
+        reading: already holds `layer_types`, if there are any.
+        scopes: pairs of a prefix for messages and a dictionary to search; the first match wins.
+        whole_heads_only: reject a `partial_rotary_factor` below 1 for default RoPE too. z-lab's network ignores this
+            inherited key and rotates whole heads; a speculators draft may have been trained either way.
     """
     found: dict[str, Any] = {}
     looked = []
     for place, mapping in _sources(reading, scopes):
-        looked.append(spoken(place, "rope_theta"))
+        looked.append(format_place(place, "rope_theta"))
         for key, value in mapping.items():
             if key not in _KNOWN_KEYS and value is not None:
-                reading.problems.append(f"`{place}{key}` ({value!r}) is a RoPE option that is not known here.")
+                reading.problems.append(f"`{place}{key}` ({value!r}) is an unknown RoPE option.")
             canonical = "rope_type" if key == "type" else key
             if key in _KNOWN_KEYS and value is not None and canonical not in found:
                 found[canonical] = value
-                reading.places[canonical] = spoken(place, key)
+                reading.places[canonical] = format_place(place, key)
     reading.places.setdefault("rope_theta", " and ".join(looked))
 
     rope_type = found.get("rope_type", "default")
@@ -56,8 +54,7 @@ def read_rope(reading: Reading, scopes: list[tuple[str, Mapping]], whole_heads_o
     partial = found.get("partial_rotary_factor")
     if partial not in (None, 1) and rope_type != "proportional" and (whole_heads_only or rope_type != "default"):
         reading.problems.append(
-            f"{reading.places['partial_rotary_factor']} is {partial!r}: a draft that turns only a part of each head is "
-            "not supported."
+            f"{reading.places['partial_rotary_factor']} is {partial!r}: rotating only part of a head is not supported."
         )
     kept = ["rope_theta", "rope_type"]
     if isinstance(rope_type, str):
@@ -66,7 +63,7 @@ def read_rope(reading: Reading, scopes: list[tuple[str, Mapping]], whole_heads_o
 
 
 def _sources(reading: Reading, scopes: list[tuple[str, Mapping]]) -> list[tuple[str, Mapping]]:
-    """The dictionaries that may hold RoPE values in the order in which they are asked, each with its prefix."""
+    """Return the dictionaries that may hold RoPE values, in lookup order, each with its prefix."""
     nested = [
         _by_layer_type(reading, f"{prefix}{key}.", submapping(raw, key))
         for key in ("rope_parameters", "rope_scaling")
@@ -76,7 +73,7 @@ def _sources(reading: Reading, scopes: list[tuple[str, Mapping]]) -> list[tuple[
 
 
 def _by_layer_type(reading: Reading, place: str, found: Mapping) -> tuple[str, Mapping]:
-    """Opens a dictionary keyed by layer type, where the draft's layers agree on one entry."""
+    """Resolve a dictionary keyed by layer type; the draft's layers must agree on one entry."""
     entries = {kind: found[kind] for kind in LAYER_TYPES if isinstance(found.get(kind), Mapping)}
     if not entries:
         return place, found
@@ -88,6 +85,6 @@ def _by_layer_type(reading: Reading, place: str, found: Mapping) -> tuple[str, M
     if any(entries[kind] != entries[used[0]] for kind in used):
         reading.problems.append(
             f"`{place.removesuffix('.')}` gives {' and '.join(used)} layers different values; a draft has one RoPE for "
-            "all its layers."
+            "all layers."
         )
     return f"{place}{used[0]}.", entries[used[0]]

@@ -1,10 +1,7 @@
-"""Loading a draft, whatever layout it was published in.
+"""Loads a draft in any published layout, through `load_draft` or `DFlashDraftModel.from_pretrained`.
 
-Owns: `load_draft`, the dtype a draft runs in, and `DFlashDraftModel.from_pretrained` for published layouts.
-`checkpoint` finds and checks the files, `adopting` takes drafts that other code has loaded, `pairing` holds a draft
+`checkpoint` finds and checks the files, `adopting` wraps drafts that other code has loaded, `pairing` checks a draft
 against a target.
-
-Does not know: target models, decoding.
 """
 
 import warnings
@@ -25,7 +22,7 @@ from hf_dflash.draft.loading.checkpoint import (
 from hf_dflash.draft.loading.pairing import TargetFacts, check_pairing, pairing_problems, pairing_warnings
 from hf_dflash.draft.modeling_dflash import FP16_REASON, DFlashDraftModel, DFlashPreTrainedModel
 
-# What safetensors calls the dtypes that a draft may be stored in.
+# safetensors' names of the dtypes that a draft may be stored in.
 _STORED_DTYPES = {"BF16": torch.bfloat16, "F32": torch.float32, "F16": torch.float16, "F64": torch.float64}
 
 
@@ -40,14 +37,14 @@ def load_draft(
     block_size: int | None = None,
     **options: Any,
 ) -> DFlashDraftModel:
-    """Loads a DFlash draft from a folder or the Hub, in any published layout.
+    """Load a DFlash draft from a folder or the Hub, in any published layout.
 
-    Weights stay in their files until they are read, or go to their device one by one: memory never holds them twice.
+    Weights are memory-mapped and moved to their device one by one, so they are never in memory twice.
 
     Args:
-        name_or_path: a folder, or the id of a repository on the Hub.
+        name_or_path: a folder, or the id of a Hub repository.
         device_map: as for any transformers model. Default: the CPU.
-        dtype: bfloat16 or float32. Default: the checkpoint's, or bfloat16 where it does not say.
+        dtype: bfloat16 or float32. Default: the checkpoint's, or bfloat16 if it has none.
         revision, token: for the Hub.
         attn_implementation: "sdpa", "eager", "flash_attention_2", ...; default: transformers' choice.
         block_size: a smaller block than the checkpoint's, at least 2.
@@ -55,18 +52,18 @@ def load_draft(
             `PreTrainedModel.from_pretrained` (`max_memory`, `quantization_config`, ...).
 
     Returns:
-        The draft in evaluation mode; a `DFlash2DraftModel` where the checkpoint is of DFlash 2. With
-        `output_loading_info=True`, as in transformers, a pair of the draft and what was missing or left over.
+        The draft in evaluation mode; a `DFlash2DraftModel` if the checkpoint is DFlash 2. With
+        `output_loading_info=True`, a pair of the draft and the loading info, as in transformers.
 
     Raises:
         CheckpointError: the checkpoint is incomplete, inconsistent or not supported; all problems are listed.
-        DraftDtypeError: float16 was asked for, or is what the checkpoint is stored in.
+        DraftDtypeError: float16 was requested, or the checkpoint is stored in float16.
     """
     options |= {"revision": revision, "token": token}
     hub_options = {key: options.pop(key) for key in HUB_OPTIONS if key in options}
     checkpoint = read_checkpoint(name_or_path, **hub_options)
     if not checkpoint.tensors and not checkpoint.problems:
-        checkpoint.problems.append("There are no weights beside its config.json: model.safetensors is missing.")
+        checkpoint.problems.append("The checkpoint has a config.json but no weights: model.safetensors is missing.")
     config = checkpoint.config()
     if block_size is not None:
         config.block_size = config.checked_block_size(block_size)
@@ -79,13 +76,13 @@ def load_draft(
         state.setdefault("d2t", torch.zeros(config.draft_vocab_size, dtype=torch.long))
     if "d2t" in state:
         _check_mapping(state["d2t"], config.vocab_size)
-    # An option that is None is one that was not given.
+    # None means not given.
     options |= {"device_map": device_map, "attn_implementation": attn_implementation}
     given = {key: value for key, value in options.items() if value is not None}
     if "quantization_config" in given:
         warnings.warn(
-            f"{checkpoint.name} is loaded quantized, as asked. A quantized draft proposes worse, with 4 bits and "
-            "sliding layers often nothing that is accepted: watch the acceptance length.",
+            f"{checkpoint.name} is loaded quantized, as requested. A quantized draft has lower acceptance, with 4 bits "
+            "and sliding layers often none at all: watch the acceptance length.",
             stacklevel=2,
         )
     loaded = DFlashDraftModel.from_pretrained(None, config=config, state_dict=state, dtype=dtype, **given)
@@ -94,42 +91,42 @@ def load_draft(
     return loaded
 
 
-def resolve_dtype(checkpoint: Checkpoint, asked: torch.dtype | str | None = None) -> torch.dtype:
-    """The dtype to run in: the one asked for, else the configuration's, else that of the stored weights, else bfloat16.
+def resolve_dtype(checkpoint: Checkpoint, requested: torch.dtype | str | None = None) -> torch.dtype:
+    """Return the dtype to run in: the requested one, else the configuration's, else the stored weights', else bfloat16.
 
     Raises:
-        DraftDtypeError: it comes out as float16, or as none that a draft can run in.
+        DraftDtypeError: it is float16, or another dtype that a draft cannot run in.
     """
-    if asked not in (None, "auto"):
-        wanted, source = asked, "was asked for"
+    if requested not in (None, "auto"):
+        dtype, source = requested, "was requested"
     else:
-        said = checkpoint.raw.get("dtype") or checkpoint.raw.get("torch_dtype")
+        configured = checkpoint.raw.get("dtype") or checkpoint.raw.get("torch_dtype")
         stored = {_STORED_DTYPES.get(info.dtype) for info in checkpoint.tensors.values()} - {None}
-        wanted = said or (stored.pop() if len(stored) == 1 else torch.bfloat16)
-        source = "is what the checkpoint is in"
-    if isinstance(wanted, str):
-        wanted = getattr(torch, wanted.removeprefix("torch."), wanted)
-    if wanted == torch.float16:
+        dtype = configured or (stored.pop() if len(stored) == 1 else torch.bfloat16)
+        source = "is the checkpoint's dtype"
+    if isinstance(dtype, str):
+        dtype = getattr(torch, dtype.removeprefix("torch."), dtype)
+    if dtype == torch.float16:
         raise DraftDtypeError(f"float16 {source}. {FP16_REASON}")
-    if wanted not in (torch.bfloat16, torch.float32, torch.float64):
-        raise DraftDtypeError(f"{wanted} {source}, but a draft runs in bfloat16 or float32. Pass dtype=torch.bfloat16.")
-    return wanted
+    if dtype not in (torch.bfloat16, torch.float32, torch.float64):
+        raise DraftDtypeError(f"{dtype} {source}, but a draft runs in bfloat16 or float32. Pass dtype=torch.bfloat16.")
+    return dtype
 
 
 def _check_mapping(d2t: torch.Tensor, vocab_size: int | None) -> None:
-    """Holds the offsets of `d2t` against the target's vocabulary: draft id i stands for target id i + d2t[i]."""
+    """Check the offsets of `d2t` against the target's vocabulary: draft id i is target id i + d2t[i]."""
     ids = torch.arange(len(d2t)) + d2t
     outside = int((ids < 0).sum() + (ids >= (vocab_size or torch.iinfo(torch.long).max)).sum())
     repeated = len(ids) - len(ids.unique())
     if outside or repeated:
         raise CheckpointError(
             f"`d2t` maps {outside} draft tokens outside the target's vocabulary of {vocab_size} and {repeated} onto "
-            "ids that others have. It must hold offsets: draft id i stands for target id i + d2t[i]."
+            "ids already taken. It must hold offsets: draft id i is target id i + d2t[i]."
         )
 
 
 def _load_published(name_or_path: str | Path, *args: Any, **options: Any) -> DFlashDraftModel:
-    """`DFlashDraftModel.from_pretrained(name)` within this package: the same as `load_draft`."""
+    """Implement `DFlashDraftModel.from_pretrained(name)` within this package: the same as `load_draft`."""
     legacy = options.pop("torch_dtype", None)
     if options.get("dtype") is None:
         options["dtype"] = legacy

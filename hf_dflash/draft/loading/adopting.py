@@ -1,9 +1,7 @@
 """Drafts that other code has loaded: z-lab's own classes, transformers' Muse assistant, a Hub copy of our network.
 
-Owns: telling a draft from any other object, and building our network around the very parameters of a foreign one.
-
-Does not know: files; target models. What an object is, its configuration and its tensors say, not the name of its
-class.
+Recognizes a draft by its configuration and tensors, not by its class, and builds our network around the same
+parameters.
 """
 
 from typing import Any
@@ -21,7 +19,7 @@ ADOPTED = "_hf_dflash_adopted"
 
 
 def is_draft(candidate: Any) -> bool:
-    """Whether an object is a draft model: ours, or a foreign one that `adopt_draft` takes or refuses by name."""
+    """Return whether an object is a draft model: ours, or one that `adopt_draft` accepts or rejects by name."""
     if isinstance(candidate, DFlashDraftModel):
         return True
     raw = _raw_config(candidate)
@@ -29,21 +27,21 @@ def is_draft(candidate: Any) -> bool:
 
 
 def adopt_draft(model: nn.Module) -> DFlashDraftModel:
-    """Our network around the parameters of a foreign draft object; the two share their memory.
+    """Build our network around the parameters of a foreign draft; the two share memory.
 
     Args:
-        model: a draft that other code has loaded, say `AutoModel.from_pretrained(..., trust_remote_code=True)`. One of
-            our own is returned as it is.
+        model: a draft that other code has loaded, e.g. `AutoModel.from_pretrained(..., trust_remote_code=True)`. One of
+            our own is returned as is.
 
     Raises:
-        CheckpointError: it is no DFlash draft, or its configuration and tensors do not agree.
+        CheckpointError: it is not a DFlash draft, or its configuration and tensors do not match.
         DraftDtypeError: it is in float16.
     """
     if isinstance(model, DFlashDraftModel):
         return model
     if ADOPTED not in model.__dict__:
-        # Kept beside the foreign module, not registered in it: the draft's context of a chat belongs to one draft
-        # object, so the next turn must find the same one.
+        # Stored on the foreign module, but not registered as a submodule: a chat's draft context is tied to one draft
+        # object, so the next turn must get the same one.
         model.__dict__[ADOPTED] = _adopt(model)
     return model.__dict__[ADOPTED]
 
@@ -51,7 +49,7 @@ def adopt_draft(model: nn.Module) -> DFlashDraftModel:
 def _adopt(model: nn.Module) -> DFlashDraftModel:
     raw = _raw_config(model)
     if raw is None:
-        raise CheckpointError(f"A {type(model).__name__} is no DFlash draft: give a loaded draft model.")
+        raise CheckpointError(f"A {type(model).__name__} is not a DFlash draft: pass a loaded draft model.")
     published = model.state_dict(keep_vars=True)
     layout, reading = read(raw, {name: tuple(tensor.shape) for name, tensor in published.items()})
     state = {layout.rename(name): tensor for name, tensor in published.items()}
@@ -71,21 +69,21 @@ def _adopt(model: nn.Module) -> DFlashDraftModel:
     if has_full_head(config):
         state.setdefault("d2t", torch.zeros(config.draft_vocab_size, dtype=torch.long, device=device))
     draft.load_state_dict(state, assign=True)
-    # Frequencies are no weights: nothing carries them over, they follow from the configuration.
+    # RoPE frequencies are not in the state dict: they follow from the configuration.
     draft.rotary_emb = type(draft.rotary_emb)(config).to(device)
     draft.config.name_or_path = getattr(model, "name_or_path", None) or ""
     return draft.train(model.training)
 
 
 def _raw_config(candidate: Any) -> dict[str, Any] | None:
-    """The configuration of a model as its `config.json` would have it; None for anything that has none."""
+    """Return the configuration of a model as in its `config.json`, or None if it has none."""
     config = getattr(candidate, "config", None)
     if not isinstance(candidate, nn.Module) or not hasattr(config, "to_dict"):
         return None
     raw = config.to_dict()
     names = [name for name, _ in candidate.named_parameters()]
     if raw.get("dflash_config") and any(name.startswith("candidate_selector.") for name in names):
-        # `architectures` is only filled in when a model is saved; the selector's tensors say the same.
+        # `architectures` is only set when a model is saved; the selector's tensors identify DFlash 2 as well.
         raw["architectures"] = ["DFlash2DraftModel"]
     return raw
 
@@ -94,7 +92,7 @@ def _only_device(state: dict[str, torch.Tensor]) -> torch.device:
     devices = {tensor.device for tensor in state.values()}
     if len(devices) > 1 or torch.device("meta") in devices:
         raise CheckpointError(
-            f"This loaded draft is spread over {', '.join(sorted(map(str, devices)))}, and its parameters alone do not "
-            "say how they move. Load it with hf_dflash.load_draft(..., device_map=...) instead."
+            f"This loaded draft is spread over {', '.join(sorted(map(str, devices)))}, and its parameters alone "
+            "do not show how inputs move between them. Load it with hf_dflash.load_draft(..., device_map=...) instead."
         )
     return devices.pop()

@@ -1,9 +1,7 @@
-"""The files of a draft checkpoint: found, opened, and held against the network that they should fill.
+"""Finds and opens the files of a draft checkpoint, in a folder or on the Hub, and checks them against the network.
 
-Owns: where `config.json` and the safetensors lie (a folder or the Hub), what their headers say, and every problem that
-can be told without reading a weight.
-
-Does not know: what the values of a configuration mean (`layouts`), dtypes to run in, devices.
+Reports every problem that can be detected without reading a weight. What the configuration's values mean is left to
+`layouts`.
 """
 
 import json
@@ -24,7 +22,7 @@ from hf_dflash.draft.layouts import Layout, Reading, read, recognize, unsupporte
 from hf_dflash.draft.modeling_dflash import DFlashDraftModel
 
 HUB_OPTIONS = ("revision", "token", "cache_dir", "force_download", "local_files_only", "subfolder")
-LISTED = 10
+MAX_LISTED = 10
 
 _WEIGHTS, _INDEX = "model.safetensors", "model.safetensors.index.json"
 _PICKLED = (".bin", ".pt", ".pth", ".ckpt")
@@ -32,7 +30,7 @@ _PICKLED = (".bin", ".pt", ".pth", ".ckpt")
 
 @dataclass(frozen=True)
 class TensorInfo:
-    """One tensor as a file's header gives it; `dtype` in safetensors' words ("BF16")."""
+    """One tensor according to its file's header; `dtype` is safetensors' name ("BF16")."""
 
     shape: tuple[int, ...]
     dtype: str
@@ -41,7 +39,7 @@ class TensorInfo:
 
 @dataclass
 class Checkpoint:
-    """What the files of a draft say. `tensors` is keyed by published names; empty where there are no weights."""
+    """The contents of a draft's files. `tensors` is keyed by published names; empty if there are no weights."""
 
     name: str
     raw: dict[str, Any]
@@ -51,10 +49,10 @@ class Checkpoint:
     problems: list[str] = field(default_factory=list)
 
     def config(self) -> DFlashConfig:
-        """The canonical configuration.
+        """Return the canonical configuration.
 
         Raises:
-            CheckpointError: listing all problems of configuration and weights.
+            CheckpointError: lists all problems of configuration and weights.
         """
         if self.problems:
             raise CheckpointError(
@@ -63,7 +61,7 @@ class Checkpoint:
         return DFlashConfig(**self.reading.values)
 
     def state_dict(self) -> dict[str, torch.Tensor]:
-        """Canonical names to tensors on the CPU that still lie in the files: memory fills as they are read."""
+        """Return canonical names to memory-mapped tensors on the CPU: memory fills as they are read."""
         state = {}
         for file in dict.fromkeys(info.file for info in self.tensors.values()):
             with safe_open(file, framework="pt", device="cpu") as opened:
@@ -75,20 +73,20 @@ class Checkpoint:
 
 
 def read_checkpoint(name_or_path: str | Path, **hub_options: Any) -> Checkpoint:
-    """Reads configuration and headers, and collects what is wrong.
+    """Read configuration and headers, and collect their problems.
 
     Args:
-        name_or_path: a folder, or the id of a repository on the Hub.
+        name_or_path: a folder, or the id of a Hub repository.
         hub_options: any of `HUB_OPTIONS`, as for `hf_hub_download`.
 
     Raises:
-        CheckpointError: there is no readable `config.json`, or what it describes is no DFlash draft.
+        CheckpointError: there is no readable `config.json`, or it does not describe a DFlash draft.
     """
     files = _Files(name_or_path, hub_options)
     raw = files.config()
     if files.has("mask_embedding.pt"):
         raise CheckpointError(
-            f"{files.name} keeps its mask token's embedding in mask_embedding.pt: this is a MiMo draft, a relative of "
+            f"{files.name} has its mask token's embedding in mask_embedding.pt: this is a MiMo draft, a relative of "
             "DFlash that is not supported yet. Use a DFlash or DFlash 2 draft."
         )
     tensors, problems = files.tensors()
@@ -97,14 +95,14 @@ def read_checkpoint(name_or_path: str | Path, **hub_options: Any) -> Checkpoint:
     problems += reading.all_problems()
     checkpoint = Checkpoint(files.name, raw, layout, reading, tensors, problems)
     if tensors and not problems:
-        problems += _misfits(DFlashConfig(**reading.values), layout, tensors)
+        problems += _tensor_problems(DFlashConfig(**reading.values), layout, tensors)
     return checkpoint
 
 
 def is_draft_checkpoint(name_or_path: str | Path, **hub_options: Any) -> bool:
-    """Whether a folder or Hub repository holds a DFlash draft, or a relative that `load_draft` refuses by name.
+    """Return whether a folder or Hub repository holds a DFlash draft, or a relative that `load_draft` rejects by name.
 
-    False also where nothing can be read: whoever loads it as an ordinary model finds out why.
+    Also False if nothing can be read: loading it as an ordinary model then reports why.
     """
     try:
         raw = _Files(name_or_path, hub_options).config()
@@ -114,7 +112,7 @@ def is_draft_checkpoint(name_or_path: str | Path, **hub_options: Any) -> bool:
 
 
 class _Files:
-    """Finds the files of one checkpoint in a folder or on the Hub."""
+    """The files of one checkpoint, in a folder or on the Hub."""
 
     def __init__(self, name_or_path: str | Path, hub_options: Mapping[str, Any]) -> None:
         self.name = str(name_or_path)
@@ -122,14 +120,14 @@ class _Files:
         self.folder = Path(name_or_path) / self.subfolder if Path(name_or_path).exists() else None
         self.hub_options = {key: value for key, value in hub_options.items() if value is not None}
         if self.folder is not None and not self.folder.is_dir():
-            raise CheckpointError(f"{self.folder} is not a folder. Give the folder that holds the draft's config.json.")
+            raise CheckpointError(f"{self.folder} is not a folder. Pass the folder that has the draft's config.json.")
 
     def has(self, filename: str) -> bool:
-        """Whether a file lies in the local folder; the Hub is not asked."""
+        """Return whether a file is in the local folder; the Hub is not queried."""
         return self.folder is not None and (self.folder / filename).is_file()
 
     def find(self, filename: str) -> Path | None:
-        """The local path of a file, downloaded if need be; None where the checkpoint has no such file."""
+        """Return the local path of a file, downloaded if needed, or None if the checkpoint has no such file."""
         if self.folder is not None:
             return self.folder / filename if self.has(filename) else None
         try:
@@ -138,40 +136,40 @@ class _Files:
             return None
         except (HFValidationError, HfHubHTTPError, OSError) as error:
             raise CheckpointError(
-                f"{self.name} is neither a folder here nor a repository that can be reached on the Hub: {error}"
+                f"{self.name} is neither a local folder nor a reachable Hub repository: {error}"
             ) from error
         commit = re.search(r"snapshots/([0-9a-f]{40})/", path.as_posix())
         if commit:
-            # Whatever the revision was, all files come from the commit that the first came from.
+            # Pin all further files to the commit of the first one.
             self.hub_options["revision"] = commit[1]
         return path
 
     def config(self) -> dict[str, Any]:
         path = self.find("config.json")
         if path is None:
-            raise CheckpointError(f"{self.name} has no config.json. Give the folder or the Hub id of a DFlash draft.")
+            raise CheckpointError(f"{self.name} has no config.json. Pass the folder or the Hub id of a DFlash draft.")
         try:
             raw = json.loads(path.read_text(encoding="utf-8"))
         except (UnicodeDecodeError, json.JSONDecodeError) as error:
             raise CheckpointError(f"{path} is not valid JSON ({error}). Download the checkpoint again.") from error
         if not isinstance(raw, dict):
-            raise CheckpointError(f"{path} holds a {type(raw).__name__}, not a configuration.")
+            raise CheckpointError(f"{path} contains a {type(raw).__name__}, not a configuration.")
         return raw
 
     def tensors(self) -> tuple[dict[str, TensorInfo], list[str]]:
-        """All tensors by published name, and what is wrong with the files that hold them."""
+        """Return all tensors by published name, and the problems of the files that hold them."""
         tensors: dict[str, TensorInfo] = {}
         paths, problems = self._weight_files()
         for path in paths:
             try:
                 with safe_open(path, framework="pt", device="cpu") as opened:
                     for name in opened.keys():  # noqa: SIM118 - not a dictionary
-                        part = opened.get_slice(name)
-                        tensors[name] = TensorInfo(tuple(part.get_shape()), part.get_dtype(), path)
+                        tensor = opened.get_slice(name)
+                        tensors[name] = TensorInfo(tuple(tensor.get_shape()), tensor.get_dtype(), path)
             except (SafetensorError, OSError) as error:
                 problems.append(
                     f"{path.name} cannot be read as safetensors ({error}; {path.stat().st_size} bytes): it is "
-                    "truncated or damaged. Download it again."
+                    "truncated or corrupted. Download it again."
                 )
         return tensors, problems
 
@@ -188,7 +186,7 @@ class _Files:
             return [], [f"{_INDEX} is not a valid index ({error!r}). Download the checkpoint again."]
         found = {name: self.find(name) for name in names}
         missing = [name for name, path in found.items() if path is None]
-        problems = [f"{_INDEX} lists files that are not there: {listed(missing)}."] if missing else []
+        problems = [f"{_INDEX} lists missing files: {format_names(missing)}."] if missing else []
         return [path for path in found.values() if path is not None], problems
 
     def _pickles(self) -> list[str]:
@@ -204,26 +202,26 @@ class _Files:
         if not pickled:
             return []
         return [
-            f"The weights are only there in pickled form ({listed(pickled)}), which can run any code when opened. "
-            f"Only safetensors are read: convert them to {_WEIGHTS}."
+            f"The weights are only available as pickles ({format_names(pickled)}), which can run any code when loaded. "
+            f"Only safetensors are supported: convert them to {_WEIGHTS}."
         ]
 
 
-def _misfits(config: DFlashConfig, layout: Layout, tensors: Mapping[str, TensorInfo]) -> list[str]:
-    """Tensors that are missing, unexpected or of another shape than the network's, each kind in one sentence."""
+def _tensor_problems(config: DFlashConfig, layout: Layout, tensors: Mapping[str, TensorInfo]) -> list[str]:
+    """Describe missing, unexpected and misshaped tensors, each kind in one sentence."""
     found: dict[str, TensorInfo] = {}
     problems = []
     for name, info in tensors.items():
         canonical = layout.rename(name)
         if canonical in found:
-            problems.append(f"Two tensors of the checkpoint are `{canonical}`; one of them is `{name}`.")
+            problems.append(f"Two tensors of the checkpoint map to `{canonical}`; one of them is `{name}`.")
         if canonical is not None:
             found[canonical] = info
     return [*problems, *shape_problems(config, {name: info.shape for name, info in found.items()})]
 
 
 def shape_problems(config: DFlashConfig, found: Mapping[str, tuple[int, ...]]) -> list[str]:
-    """How canonical tensor names and shapes differ from those of the network that a configuration describes."""
+    """Describe how canonical tensor names and shapes differ from those of the network for a configuration."""
     with torch.device("meta"):
         expected = {name: tuple(tensor.shape) for name, tensor in DFlashDraftModel(config).state_dict().items()}
     missing = [name for name in expected if name not in found and not (name == "d2t" and has_full_head(config))]
@@ -235,14 +233,14 @@ def shape_problems(config: DFlashConfig, found: Mapping[str, tuple[int, ...]]) -
     ]
     kinds = (
         ("missing", missing),
-        ("unexpected (the network has no place for them)", unexpected),
-        ("of another shape than the configuration says", misshaped),
+        ("unexpected (not part of the network)", unexpected),
+        ("of the wrong shape for this configuration", misshaped),
     )
-    return [f"{_tensors(len(names))} {kind}: {listed(names)}." for kind, names in kinds if names]
+    return [f"{_tensors(len(names))} {kind}: {format_names(names)}." for kind, names in kinds if names]
 
 
 def has_full_head(config: DFlashConfig) -> bool:
-    """Whether the draft's own head covers the target's whole vocabulary, so that its ids need no mapping."""
+    """Return whether the draft's own head covers the target's full vocabulary, so that its ids need no mapping."""
     return config.draft_vocab_size is not None and config.draft_vocab_size == config.vocab_size
 
 
@@ -250,7 +248,7 @@ def _tensors(count: int) -> str:
     return "1 tensor is" if count == 1 else f"{count} tensors are"
 
 
-def listed(names: list[str]) -> str:
-    """At most `LISTED` names, and how many more there are."""
-    more = f" and {len(names) - LISTED} more" if len(names) > LISTED else ""
-    return ", ".join(names[:LISTED]) + more
+def format_names(names: list[str]) -> str:
+    """Format at most `MAX_LISTED` names and the number of the rest."""
+    more = f" and {len(names) - MAX_LISTED} more" if len(names) > MAX_LISTED else ""
+    return ", ".join(names[:MAX_LISTED]) + more

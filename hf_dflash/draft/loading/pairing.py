@@ -1,9 +1,4 @@
-"""Whether a draft and a target belong together.
-
-Owns: the comparison of what a draft was trained on with what a target is, in numbers that configurations give.
-
-Does not know: weights; how a target runs.
-"""
+"""Checks whether a draft and a target match, by comparing values of their configurations."""
 
 import warnings
 from dataclasses import dataclass, field
@@ -22,10 +17,10 @@ _SPECIAL_TOKENS = ("eos_token_id", "pad_token_id")
 
 @dataclass(frozen=True)
 class TargetFacts:
-    """What a draft must fit.
+    """What a draft must match in its target.
 
-    name: for messages. vocab_size: as the configuration says. num_embeddings: rows of the input embedding, at least as
-    many. special_ids: the text's special tokens, each an id, a list of ids or None.
+    name: for messages. vocab_size: of the configuration. num_embeddings: rows of the input embedding, at least as many.
+    special_ids: the text's special tokens, each an id, a list of ids or None.
     """
 
     name: str
@@ -37,7 +32,7 @@ class TargetFacts:
 
     @classmethod
     def of_config(cls, name: str, config: PreTrainedConfig) -> "TargetFacts":
-        """From a target's configuration alone, without its weights."""
+        """Read them from a target's configuration alone, without its weights."""
         text = config.get_text_config(decoder=True)
         return cls(
             name,
@@ -50,7 +45,7 @@ class TargetFacts:
 
     @classmethod
     def of_target(cls, target: Target) -> "TargetFacts":
-        """From a loaded target."""
+        """Read them from a loaded target."""
         text = target.text_config
         generation = getattr(target.model, "generation_config", None)
         return cls(
@@ -64,16 +59,16 @@ class TargetFacts:
 
 
 def _special_ids(*configs: Any) -> dict[str, Any]:
-    """The special tokens, each from the first configuration that has it."""
-    said = {key: [getattr(config, key, None) for config in configs] for key in _SPECIAL_TOKENS}
-    return {key: next((value for value in values if value is not None), None) for key, values in said.items()}
+    """Return the special tokens, each from the first configuration that has it."""
+    found = {key: [getattr(config, key, None) for config in configs] for key in _SPECIAL_TOKENS}
+    return {key: next((value for value in values if value is not None), None) for key, values in found.items()}
 
 
 def check_pairing(draft: DFlashDraftModel | DFlashConfig, target: Target | TargetFacts) -> None:
-    """Holds a draft against a target before anything is generated.
+    """Check a draft against a target before anything is generated.
 
     Raises:
-        PairingError: naming both sides and every number in which they differ.
+        PairingError: names both sides and every value in which they differ.
 
     Warns:
         UserWarning: the mask token is one of the target's special tokens.
@@ -82,27 +77,27 @@ def check_pairing(draft: DFlashDraftModel | DFlashConfig, target: Target | Targe
     facts = TargetFacts.of_target(target) if isinstance(target, Target) else target
     problems = pairing_problems(config, facts)
     if problems:
-        made_for = f" It was made for {config.target_name_or_path}." if config.target_name_or_path else ""
+        trained_for = f" The draft was trained for {config.target_name_or_path}." if config.target_name_or_path else ""
         raise PairingError(
-            f"The draft {draft_name(config)} and the target {facts.name} do not belong together: {' '.join(problems)}"
-            f"{made_for} Use the draft that was trained for this very target."
+            f"The draft {draft_name(config)} and the target {facts.name} do not match: {' '.join(problems)}"
+            f"{trained_for} Use a draft that was trained for this target."
         )
     for text in pairing_warnings(config, facts):
         warnings.warn(f"The draft {draft_name(config)} with the target {facts.name}: {text}", stacklevel=2)
 
 
 def pairing_problems(config: DFlashConfig, target: TargetFacts) -> list[str]:
-    """Every number in which a draft's configuration and a target differ, a sentence each."""
+    """Describe every value in which a draft's configuration and a target differ, one sentence each."""
     draft = draft_name(config)
     problems = []
-    wanted = config.target_hidden_size or config.hidden_size
-    if wanted != target.hidden_size:
+    hidden_size = config.target_hidden_size or config.hidden_size
+    if hidden_size != target.hidden_size:
         problems.append(
-            f"{draft} reads hidden states of size {wanted}, those of {target.name} have size {target.hidden_size}."
+            f"{draft} reads hidden states of size {hidden_size}, those of {target.name} have size {target.hidden_size}."
         )
     elif config.hidden_size != target.hidden_size and not (config.own_embeddings and config.draft_vocab_size):
         problems.append(
-            f"{draft} works at hidden size {config.hidden_size} without embeddings and head of its own, and those of "
+            f"{draft} has hidden size {config.hidden_size} and no embeddings and head of its own, and those of "
             f"{target.name} have size {target.hidden_size}."
         )
     vocabulary = config.target_vocab_size or config.vocab_size
@@ -126,11 +121,11 @@ def pairing_problems(config: DFlashConfig, target: TargetFacts) -> list[str]:
 
 
 def pairing_warnings(config: DFlashConfig, target: TargetFacts) -> list[str]:
-    """What is odd about a pair without making it impossible."""
+    """Describe what is unusual but not an error in a pair."""
     ids = target.special_ids.items()
     return [text for key, special in ids for text in mask_warnings(config.mask_token_id, key, special)]
 
 
 def draft_name(config: DFlashConfig) -> str:
-    """What messages call a draft: where it was loaded from, if that is known."""
+    """Return the name of a draft for messages: where it was loaded from, if known."""
     return config.name_or_path or "draft"

@@ -1,8 +1,6 @@
-"""Every touch of transformers' cache API, a file per layer kind, and the draft's context.
+"""Commit a prefix of a verified block, in the target's cache (one file per layer kind) and in the draft's context.
 
-Owns: committing a prefix of a verified block, in the target's cache and in the draft's context.
-
-Does not know: how a block was proposed, or why a prefix of it was accepted.
+All use of transformers' cache API is in this package.
 """
 
 from hf_dflash.target.cache.draft_context import DraftContextCache

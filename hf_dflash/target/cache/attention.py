@@ -1,8 +1,5 @@
-"""Full attention layers of the target's cache: keys and values in a growing buffer, roll-back is a length.
-
-Owns: the stand-in for transformers' `DynamicLayer`.
-
-Does not know: masks, positions, other layer kinds.
+"""Full attention layers of the target's cache (transformers' `DynamicLayer`): keys and values in a growing buffer, so
+that rolling back only changes a length.
 """
 
 import torch
@@ -16,8 +13,8 @@ class FullAttentionLayer(BlockLayer, DynamicLayer):
     """A `DynamicLayer` that writes in place and returns views.
 
     Args:
-        original: the caller's layer, whose entries (if any) are copied; its tensors are never written.
-        plan: the sizes that the call can reach.
+        original: the caller's layer. Its entries, if any, are copied; its tensors are never written.
+        plan: the maximum sizes of the call.
     """
 
     def __init__(self, original: DynamicLayer, plan: LayerPlan):
@@ -33,12 +30,12 @@ class FullAttentionLayer(BlockLayer, DynamicLayer):
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args, **kwargs
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Append `(batch, heads, n, D)` keys and values; return views of all of them."""
+        """Append `(batch, heads, n, D)` keys and values and return views of all of them."""
         if not self.is_initialized:
             DynamicLayer.lazy_initialization(self, key_states, value_states)
         self._key_buffer.append(key_states)
         self._value_buffer.append(value_states)
-        self._show()
+        self._refresh_views()
         return self.keys, self.values
 
     def get_seq_length(self) -> int:
@@ -49,13 +46,13 @@ class FullAttentionLayer(BlockLayer, DynamicLayer):
         if tokens_to_remove and self.is_initialized:
             self._key_buffer.drop_last(abs(tokens_to_remove))
             self._value_buffer.drop_last(abs(tokens_to_remove))
-            self._show()
+            self._refresh_views()
 
     def begin_block(self) -> None:
         self._committed = self.get_seq_length()
 
     def commit(self, kept: list[int], verified: int) -> None:
-        # Counted from the start of the block, so that a commit that was interrupted can be repeated.
+        # Counted from the start of the block, so that an interrupted commit can be repeated.
         surplus = self.get_seq_length() - self._committed - same_for_all_rows(kept)
         FullAttentionLayer.crop(self, -max(surplus, 0))
         FullAttentionLayer.begin_block(self)
@@ -63,7 +60,7 @@ class FullAttentionLayer(BlockLayer, DynamicLayer):
     def roll_back(self) -> None:
         FullAttentionLayer.crop(self, self._committed - self.get_seq_length())
         if not self._committed:
-            # As a fresh layer, which holds no tensors at all.
+            # Like a new layer, which holds no tensors.
             self.keys, self.values, self.is_initialized = None, None, False
 
     def release(self) -> DynamicLayer:
@@ -73,6 +70,6 @@ class FullAttentionLayer(BlockLayer, DynamicLayer):
             self.original.keys, self.original.values = self.keys, self.values
         return self.original
 
-    def _show(self) -> None:
+    def _refresh_views(self) -> None:
         self.keys = self._key_buffer.last(len(self._key_buffer))
         self.values = self._value_buffer.last(len(self._value_buffer))

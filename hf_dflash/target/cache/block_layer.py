@@ -1,9 +1,4 @@
-"""What every layer of a target's cache can do while blocks are being verified.
-
-Owns: the interface between `TargetCache` and its layers, one per layer kind.
-
-Does not know: any layer kind.
-"""
+"""The interface between `TargetCache` and its rollback layers, one class per layer kind."""
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
@@ -17,13 +12,13 @@ from hf_dflash.target.cache.reading import Reading
 
 @dataclass(frozen=True)
 class LayerPlan:
-    """What a layer must know to be built.
+    """What is needed to build a layer.
 
     Attributes:
-        max_length: the most tokens that the call can commit.
-        block_size: the most tokens that one verify forward reads.
-        cache: the cache that the layer is part of; a forward that carries it is one of this call's.
-        mixer: the module that reads and writes the layer's recurrent state; None for attention alone.
+        max_length: maximum number of tokens that the call can commit.
+        block_size: maximum number of tokens in one verify forward.
+        cache: the cache that the layer is part of. Forwards that receive it belong to this call.
+        mixer: the module that reads and writes the layer's recurrent state; None for pure attention layers.
         reading: how that module must read a block.
     """
 
@@ -35,40 +30,40 @@ class LayerPlan:
 
 
 class BlockLayer(ABC):
-    """One layer of a target's cache, of which a prefix of the last block can be committed.
+    """A layer of a target's cache that can commit a prefix of the last block.
 
-    An implementation also is the transformers layer class of its kind, so the model's forward finds what it knows. It
-    stands in for `original`, the layer object of the caller's cache, from `start` until `release`.
+    Implementations also subclass the transformers layer class of their kind, so the model's forward works unchanged. A
+    rollback layer replaces `original`, the layer object of the caller's cache, from `start` to `release`.
     """
 
     def start(self) -> None:  # noqa: B027 (most layers need nothing)
-        """Begin to record what a forward computes, where that is needed. `release` ends it."""
+        """Start recording what forwards compute, if needed. `release` stops it."""
 
     @abstractmethod
     def begin_block(self) -> None:
-        """What has been read so far is committed; the next forward reads a block."""
+        """Treat everything read so far as committed; the next forward reads a block."""
 
     @abstractmethod
     def commit(self, kept: list[int], verified: int) -> None:
-        """Keep the first `kept[row]` of the `verified` tokens read since `begin_block`; the rest never happened.
+        """Keep the first `kept[row]` of the `verified` tokens read since `begin_block` and discard the rest.
 
-        Called again after an interruption (Ctrl-C), it finishes; called again after it has finished, it does nothing.
+        Calling it again completes an interrupted commit (Ctrl-C) and does nothing after a complete one.
         """
 
     @abstractmethod
     def roll_back(self) -> None:
-        """Return to the state at the last `begin_block` or `commit`."""
+        """Restore the state at the last `begin_block` or `commit`."""
 
     @abstractmethod
     def release(self):
-        """Write the state into the original layer object and return that."""
+        """Write the state to the original layer object and return it."""
 
 
 def same_for_all_rows(kept: list[int]) -> int:
-    """The one number of tokens that all rows keep, for layers whose rows share a length."""
+    """Return the number of tokens that all rows keep, for layers whose rows share one length."""
     if len(set(kept)) != 1:
         raise UnsupportedOptionError(
-            f"The rows of one cache kept different numbers of tokens ({kept}), but attention layers hold one length "
-            "for all rows. Decode the rows one after the other."
+            f"The rows of one cache kept different numbers of tokens ({kept}), but attention layers have one length "
+            "for all rows. Decode the rows one at a time."
         )
     return kept[0]

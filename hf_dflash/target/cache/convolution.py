@@ -1,9 +1,4 @@
-"""Short causal convolutions in front of recurrent layers, and alone (LFM2): their state is their last inputs.
-
-Owns: the window of inputs that a committed prefix leaves behind, and the convolution of a few recorded inputs.
-
-Does not know: where the inputs come from, what is done with the outputs.
-"""
+"""Short causal convolutions, before recurrent layers or on their own (LFM2), whose state is their last inputs."""
 
 from dataclasses import dataclass
 
@@ -18,9 +13,9 @@ class ConvolutionInputs:
     """What a convolution read in one forward.
 
     Attributes:
-        inputs: `(batch, channels, past + tokens)`, the earlier inputs that the state held and the new ones.
-        tokens: how many are new.
-        width: how many inputs the state holds.
+        inputs: `(batch, channels, past + tokens)`, the earlier inputs from the state and the new ones.
+        tokens: number of new inputs.
+        width: number of inputs that the state holds.
     """
 
     inputs: torch.Tensor
@@ -28,7 +23,7 @@ class ConvolutionInputs:
     width: int
 
     def state_after(self, kept: list[int]) -> torch.Tensor:
-        """The state `(batch, channels, width)` when only the first `kept[row]` new inputs count.
+        """Return the state `(batch, channels, width)` if only the first `kept[row]` new inputs count.
 
         With 4 earlier inputs, 3 new ones (indices 4, 5, 6) and 2 kept, the state holds the inputs 2, 3, 4, 5.
         """
@@ -39,9 +34,9 @@ class ConvolutionInputs:
         return torch.stack([row[:, end - self.width : end] for row, end in zip(self.inputs, ends, strict=True)])
 
     def window(self, reach: int, count: int, first_channel: int = 0) -> torch.Tensor:
-        """The inputs `(batch, channels, reach + count)` that the outputs at the first `count` new inputs depend on.
+        """Return the inputs `(batch, channels, reach + count)` that the outputs at the first `count` new inputs need.
 
-        With 4 earlier inputs, a reach of 3 and a count of 2 these are the inputs 1 to 5. A missing past is zeros.
+        With 4 earlier inputs, a reach of 3 and a count of 2 these are the inputs 1 to 5. A missing past is zero-padded.
         """
         past = self.inputs.shape[-1] - self.tokens
         window = self.inputs[:, first_channel:, max(past - reach, 0) : past + count]
@@ -49,14 +44,14 @@ class ConvolutionInputs:
 
 
 class StackedConvolution:
-    """The short convolutions of several layers as one, for a few tokens.
+    """The short convolutions of several layers run as one, for a few tokens.
 
-    Taps are multiplied and summed with channels last: convolution kernels are slow on many channels and few positions.
+    Taps are multiplied and summed with channels last: convolution kernels are slow for many channels and few positions.
 
     Args:
-        convolutions: of the same shape, on one device, one filter per channel.
-        activation: name of the function behind them.
-        first_channel: channels before this one are left out.
+        convolutions: depthwise, of the same shape and on one device.
+        activation: name of the function applied to their outputs.
+        first_channel: channels before this one are skipped.
     """
 
     def __init__(self, convolutions: list[nn.Conv1d], activation: str, first_channel: int = 0):
@@ -69,15 +64,15 @@ class StackedConvolution:
             self._bias = torch.cat([convolution.bias[first_channel:].float() for convolution in convolutions])
 
     def __call__(self, inputs: list[ConvolutionInputs], count: int) -> torch.Tensor:
-        """Outputs at the first `count` new inputs, rounded as the layers' own forward rounds them.
+        """Compute the outputs at the first `count` new inputs, rounded as in the layers' own forward.
 
         Returns:
             `(batch, count, layers, channels)` fp32.
         """
         reach = len(self._taps) - 1
-        windows = [part.window(reach, count, self._first_channel).transpose(1, 2) for part in inputs]
+        windows = [layer.window(reach, count, self._first_channel).transpose(1, 2) for layer in inputs]
         joint = torch.cat(windows, dim=2).float()
-        # The output at position i is the sum over taps j of input i + j: i + reach is the newest.
+        # The output at position i is the sum over taps j of input i + j; the newest is i + reach.
         mixed = joint[:, :count] * self._taps[0]
         for shift, tap in enumerate(self._taps[1:], start=1):
             mixed.addcmul_(joint[:, shift : shift + count], tap)

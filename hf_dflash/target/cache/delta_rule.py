@@ -1,12 +1,8 @@
-"""Gated delta rule layers (Qwen3-Next, Qwen3.5, OLMo-Hybrid) and Kimi's, whose decay is per channel.
+"""Replay of gated delta rule layers (Qwen3-Next, Qwen3.5, OLMo-Hybrid) and of Kimi's, whose decay is per channel: the
+state after several tokens in closed form.
 
-Owns: the state after some tokens in closed form, and where a mixer keeps the keys, values, decay and strength of its
-writes.
-
-Does not know: cache layers, blocks, hooks.
-
-The rule, for one head with state S (key dim x value dim): a token decays S by `exp(g)`, then replaces a share `beta` of
-what S holds under its key k by its value v:  S <- exp(g) S;  S <- S + k (beta (v - S^T k))^T.
+The rule, for one head with state S (key dim x value dim): a token decays S by `exp(g)`, then replaces a fraction `beta`
+of what S holds under its key k by its value v:  S <- exp(g) S;  S <- S + k (beta (v - S^T k))^T.
 """
 
 import torch
@@ -14,9 +10,9 @@ from torch import nn
 from torch.nn import functional as F
 
 from hf_dflash.target.cache.convolution import StackedConvolution
-from hf_dflash.target.cache.replay import BlockRecord, Replay, accepted_steps, decay_factor
+from hf_dflash.target.cache.replay import BlockRecord, Replay, accepted_mask, decay_factor
 
-#: Added to a key's squared norm by transformers' delta rule functions.
+#: What transformers' delta rule functions add to a key's squared norm.
 NORM_EPSILON = 1e-6
 
 
@@ -28,7 +24,7 @@ def advance_delta_states(
     beta: torch.Tensor,
     destinations: list[torch.Tensor],
 ) -> None:
-    """The states of several layers after `n` tokens, all tokens at once.
+    """Compute the states of several layers after `n` tokens, all tokens at once.
 
     With G_i the decay from the start to token i and u_i what token i writes, the rule unrolls to
     S_n = G_n S_0 + sum_j (G_n / G_j) k_j u_j^T and (I + L) u = beta (v - G k^T S_0), where
@@ -36,11 +32,11 @@ def advance_delta_states(
 
     Args:
         states: per layer `(batch, heads, key_dim, value_dim)` fp32.
-        keys: `(layers, batch, heads, n, key_dim)` fp32, of unit length.
+        keys: `(layers, batch, heads, n, key_dim)` fp32, unit norm.
         values: `(layers, batch, heads, n, value_dim)` fp32.
         log_decay: `(layers, batch, heads, n, 1)` or, per channel, `(..., n, key_dim)`; at most 0.
-        beta: `(layers, batch, heads, n, 1)`. A token with `log_decay` 0 and `beta` 0 leaves the state as it is.
-        destinations: per layer a contiguous tensor, other than its state, that the new state is written to.
+        beta: `(layers, batch, heads, n, 1)`. A token with `log_decay` 0 and `beta` 0 leaves the state unchanged.
+        destinations: per layer a contiguous tensor, other than its state, to write the new state to.
     """
     total = log_decay.cumsum(-2)
     couplings = (beta * _decayed_overlap(keys, total)).tril(-1)
@@ -50,7 +46,7 @@ def advance_delta_states(
     growth = decay_factor(last).transpose(-1, -2)
     reading = (keys * decay_factor(total)).flatten(1, 2)
     writing = (keys * decay_factor(last - total)).transpose(-1, -2).flatten(1, 2)
-    # What follows touches the states themselves, megabytes each: layer by layer, with nothing of their size allocated.
+    # The states are megabytes each, so the rest runs layer by layer and allocates nothing of their size.
     errors = [
         torch.baddbmm(value, read, state.flatten(0, 1), alpha=-1)
         for state, read, value in zip(states, reading, values.flatten(1, 2), strict=True)
@@ -64,7 +60,7 @@ def advance_delta_states(
 
 
 def _decayed_overlap(keys: torch.Tensor, total: torch.Tensor) -> torch.Tensor:
-    """`(..., n, n)`: <k_i, k_j> times the decay from token j to token i; meaningful for j <= i."""
+    """Return <k_i, k_j> times the decay from token j to token i, `(..., n, n)`; only meaningful for j <= i."""
     if total.shape[-1] == 1:
         return (keys @ keys.transpose(-1, -2)) * decay_factor(total - total.transpose(-1, -2))
     between = decay_factor(total.unsqueeze(-2) - total.unsqueeze(-3))
@@ -72,7 +68,7 @@ def _decayed_overlap(keys: torch.Tensor, total: torch.Tensor) -> torch.Tensor:
 
 
 class DeltaReplay(Replay):
-    """Replay of gated delta nets whose decay and strength come from small projections of the layer's input."""
+    """Replay of gated delta nets whose decay and strength (beta) are small projections of the layer's input."""
 
     def __init__(self, mixers: list[nn.Module]):
         super().__init__(mixers)
@@ -84,13 +80,13 @@ class DeltaReplay(Replay):
         self._largest_beta = 2.0 if getattr(first, "allow_neg_eigval", False) else 1.0
 
     @classmethod
-    def understands(cls, mixer: nn.Module) -> bool:
+    def supports(cls, mixer: nn.Module) -> bool:
         needed = ("conv1d", "activation", "key_dim", "value_dim", "num_v_heads", "head_k_dim", "A_log", "dt_bias")
         return all(hasattr(mixer, name) for name in needed) and bool(cls.sources(mixer))
 
     @staticmethod
     def sources(mixer: nn.Module) -> list[nn.Module]:
-        """The modules that project strength and decay: two (strength first), or one for both; none if unknown."""
+        """Return the modules that project strength and decay: two (strength first), one for both, none if unknown."""
         for names in (("in_proj_b", "in_proj_a"), ("b_proj", "a_proj"), ("in_proj_ba",)):
             if all(hasattr(mixer, name) for name in names):
                 return [getattr(mixer, name) for name in names]
@@ -107,7 +103,7 @@ class DeltaReplay(Replay):
         return _advance(records, keys, values, log_decay.mT.unsqueeze(-1), beta.mT.unsqueeze(-1), kept, overwrite)
 
     def _strength_and_decay(self, records: list[BlockRecord], count: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """`(layers, batch, count, heads)` each. A joint projection holds, per key head, first all strengths."""
+        """Return both as `(layers, batch, count, heads)`. A joint projection has, per key head, all strengths first."""
         stacked = [torch.stack(outputs)[:, :, :count] for outputs in zip(*(r.outputs for r in records), strict=True)]
         if len(stacked) == 2:
             return stacked[0], stacked[1]
@@ -118,7 +114,7 @@ class DeltaReplay(Replay):
 
 
 class ChannelDeltaReplay(Replay):
-    """Replay of Kimi's delta attention: a module of the mixer gives the decay of every channel."""
+    """Replay of Kimi's delta attention: a submodule of the mixer computes the decay of every channel."""
 
     def __init__(self, mixers: list[nn.Module]):
         super().__init__(mixers)
@@ -126,7 +122,7 @@ class ChannelDeltaReplay(Replay):
         self._convolve = StackedConvolution([mixer.conv1d for mixer in mixers], first.activation, first.qkv_dim)
 
     @classmethod
-    def understands(cls, mixer: nn.Module) -> bool:
+    def supports(cls, mixer: nn.Module) -> bool:
         needed = ("conv1d", "activation", "qkv_dim", "head_dim", "forget_gate", "b_proj")
         return all(hasattr(mixer, name) for name in needed)
 
@@ -144,14 +140,14 @@ class ChannelDeltaReplay(Replay):
 
 
 def _advance(records: list[BlockRecord], keys, values, log_decay, beta, kept: list[int], overwrite: bool):
-    """`advance_delta_states` on raw keys and values, rows by their own number of tokens.
+    """Run `advance_delta_states` on raw keys and values, each row by its own number of tokens.
 
-    Keys are brought to unit length, and repeated where several value heads share one.
+    Keys are normalized, and repeated if several value heads share one.
     """
     keys = keys * torch.rsqrt(keys.square().sum(-1, keepdim=True) + NORM_EPSILON)
     if values.shape[2] != keys.shape[2]:
         keys = keys.repeat_interleave(values.shape[2] // keys.shape[2], dim=2)
-    accepted = accepted_steps(kept, keys.shape[3], like=keys)
+    accepted = accepted_mask(kept, keys.shape[3], like=keys)
     if accepted is not None:
         # A rejected token neither decays the state nor writes to it.
         accepted = accepted[:, None, :, None]
@@ -162,5 +158,5 @@ def _advance(records: list[BlockRecord], keys, values, log_decay, beta, kept: li
 
 
 def _heads(mixed: torch.Tensor, dim: int) -> torch.Tensor:
-    """`(batch, tokens, layers, heads * dim)` as `(layers, batch, heads, tokens, dim)`."""
+    """Reshape `(batch, tokens, layers, heads * dim)` to `(layers, batch, heads, tokens, dim)`."""
     return mixed.unflatten(-1, (-1, dim)).permute(2, 0, 3, 1, 4)

@@ -1,9 +1,4 @@
-"""The draft's context: keys and values of every committed token, for each draft layer.
-
-Owns: the preallocated buffers that a draft's attention appends to and crops.
-
-Does not know: the draft's network, what the entries were computed from, masks.
-"""
+"""The draft's context: the keys and values of every committed token for each draft layer, in preallocated buffers."""
 
 from collections.abc import Sequence
 
@@ -17,13 +12,13 @@ class DraftContextCache:
     """Keys and values of a draft, written in place and read as views.
 
     A forward of the draft appends the new context and the block; the caller then drops the block with `crop(-block)`.
-    A layer with a sliding window holds the window and little more, so it may return fewer entries than were appended
-    in all: count from the end.
+    A layer with a sliding window holds little more than the window and may return fewer entries than were appended in
+    total, so count from the end.
 
     Args:
-        sliding_windows: per draft layer its window (which counts the token itself), or None for full attention.
-        max_length: the most context tokens that the call can reach.
-        block_size: the most block tokens behind them.
+        sliding_windows: each draft layer's window (which includes the token itself), or None for full attention.
+        max_length: maximum number of context tokens in the call.
+        block_size: maximum number of block tokens after them.
     """
 
     def __init__(self, sliding_windows: Sequence[int | None], *, max_length: int, block_size: int):
@@ -43,8 +38,8 @@ class DraftContextCache:
         """Append `(batch, heads, n, D)` to a layer.
 
         Returns:
-            views of all its keys and values; for a sliding layer of the last `window - 1 + n`, which the first of the
-            new entries still attends to.
+            views of all its keys and values; for a sliding layer only the last `window - 1 + n`, as far back as the
+            first new entry attends.
         """
         new, window = key_states.shape[-2], self._windows[layer_idx]
         past = self._lengths[layer_idx] if window is None else window - 1
@@ -54,7 +49,7 @@ class DraftContextCache:
         return self._keys[layer_idx].last(past + new), self._values[layer_idx].last(past + new)
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Tokens appended to a layer and not dropped."""
+        """Return the number of tokens appended to a layer and not dropped."""
         return self._lengths[layer_idx]
 
     def crop(self, tokens_to_remove: int) -> None:
@@ -66,7 +61,7 @@ class DraftContextCache:
             if needed < 0 or held - dropped < needed:
                 raise UnsupportedOptionError(
                     f"{dropped} tokens cannot be dropped from layer {layer_idx} of the draft's context: it has read "
-                    f"{length} and holds the last {held} (window {window}). Build the context anew from the prompt."
+                    f"{length} and holds the last {held} (window {window}). Rebuild the context from the prompt."
                 )
         for layer_idx in range(len(self._windows)):
             self._keys[layer_idx].drop_last(dropped)
@@ -74,5 +69,5 @@ class DraftContextCache:
             self._lengths[layer_idx] -= dropped
 
     def num_bytes(self) -> int:
-        """Memory that the buffers hold, in bytes."""
+        """Return the size of the buffers in bytes."""
         return sum(buffer.num_bytes() for buffer in (*self._keys, *self._values))

@@ -1,8 +1,5 @@
-"""What can be read off a transformers cache without changing it.
-
-Owns: the cache's name in model and `generate` arguments, its length, its attention windows.
-
-Does not know: how anything is rolled back.
+"""Properties of a transformers cache: its keyword in model and `generate` arguments, its length and its attention
+windows.
 """
 
 from dataclasses import fields
@@ -10,14 +7,13 @@ from dataclasses import fields
 from transformers import Cache
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
-#: The cache's keyword in `generate`, in forwards and in outputs: `cache` since transformers 5.24, `past_key_values`
-#: before.
+#: The cache's keyword in `generate`, forwards and outputs: `cache` since transformers 5.24, `past_key_values` before.
 CACHE_KEYWORD = "cache" if "cache" in {f.name for f in fields(GenerateDecoderOnlyOutput)} else "past_key_values"
 
 
 def tokens_in(cache: Cache) -> int | None:
-    """Tokens that a cache has read, padding included; None when no layer counts them (a recurrent model) and it has
-    read some.
+    """Return the tokens that a cache has read, padding included; None if it has read some but no layer counts them (a
+    recurrent model).
     """
     if len(cache.layers) and all(cache.is_linear):
         return None if cache.has_previous_state() else 0
@@ -25,8 +21,8 @@ def tokens_in(cache: Cache) -> int | None:
 
 
 def attention_windows(cache: Cache) -> list[int | None]:
-    """Per attention layer its sliding window in tokens, or None for full attention; recurrent layers return no
-    attentions.
+    """Return each attention layer's sliding window in tokens, None for full attention. Recurrent layers are skipped:
+    they return no attentions.
     """
     return [
         getattr(layer, "sliding_window", None)

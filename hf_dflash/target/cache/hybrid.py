@@ -1,9 +1,4 @@
-"""Layers that hold attention and a recurrent state at once (Falcon-H1, Zamba2).
-
-Owns: the joint stand-ins.
-
-Does not know: how either half rolls back.
-"""
+"""Layers that hold both keys and values and a recurrent state (Falcon-H1, Zamba2)."""
 
 from transformers.cache_utils import (
     LinearAttentionAndFullAttentionLayer,
@@ -17,7 +12,7 @@ from hf_dflash.target.cache.sliding import SlidingAttentionLayer
 
 
 class HybridLayer(RecurrentLayer, FullAttentionLayer):
-    """Full attention and a recurrent state."""
+    """Full attention plus a recurrent state."""
 
     attention_half: type = FullAttentionLayer
 
@@ -50,6 +45,6 @@ class HybridLayer(RecurrentLayer, FullAttentionLayer):
 
 
 class HybridSlidingLayer(HybridLayer, SlidingAttentionLayer):
-    """Sliding attention and a recurrent state."""
+    """Sliding attention plus a recurrent state."""
 
     attention_half = SlidingAttentionLayer

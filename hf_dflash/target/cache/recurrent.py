@@ -1,9 +1,7 @@
-"""Recurrent and convolution layers of the target's cache: a saved state, and the accepted tokens replayed from it.
+"""Recurrent and convolution layers of the target's cache (transformers' `LinearAttentionLayer`): accepted tokens are
+replayed from a saved state.
 
-Owns: the stand-in for transformers' `LinearAttentionLayer`: what is recorded while a block is read, and the generic
-fallback where no replay can be trusted, which runs the mixer again.
-
-Does not know: the recurrences (`delta_rule`, `state_space`), which layers are replayed together, attention.
+The replays are in `delta_rule` and `state_space`. If none can be trusted, the mixer is run again.
 """
 
 import torch
@@ -13,17 +11,17 @@ from transformers.cache_utils import LinearAttentionLayer
 from hf_dflash.draft.errors import UnsupportedTargetError
 from hf_dflash.target.cache.block_layer import BlockLayer, LayerPlan, same_for_all_rows
 from hf_dflash.target.cache.convolution import ConvolutionInputs
-from hf_dflash.target.cache.reading import Call, Reading, cut, num_tokens, read_one_by_one, without_clamp
+from hf_dflash.target.cache.reading import Call, Reading, num_tokens, read_one_by_one, slice_tokens, without_clamp
 from hf_dflash.target.cache.replay import BlockRecord, OutputRecorder
 from hf_dflash.target.cache.replay_group import replay_for
 
-#: The states of one moment: convolution states, recurrent states, and which of them are there.
+#: Convolution states, recurrent states, and which of them have been set.
 Snapshot = tuple[dict[int, torch.Tensor | None], dict[int, torch.Tensor | None], dict[int, bool]]
 
 
 class RecurrentLayer(BlockLayer, LinearAttentionLayer):
-    """A `LinearAttentionLayer` that assigns its states instead of overwriting them, so the state before a block is
-    kept.
+    """A `LinearAttentionLayer` that assigns new states instead of overwriting them, which preserves the state before a
+    block.
 
     Args:
         original: the caller's layer; its tensors are never written.
@@ -38,7 +36,7 @@ class RecurrentLayer(BlockLayer, LinearAttentionLayer):
         self._reader = without_clamp(plan.mixer) if plan.reading is Reading.UNCLAMPED else plan.mixer
         self._recorder: OutputRecorder | None = None
         self._handles: list = []
-        # The mixers then show every token to `update_conv_state`, also one that comes alone.
+        # Makes the mixers pass every token to `update_conv_state`, even a single one.
         self.record_past = True
         _copy_states(original, self)
         self._reading_block = False
@@ -57,7 +55,7 @@ class RecurrentLayer(BlockLayer, LinearAttentionLayer):
     def update_conv_state(
         self, conv_states: torch.Tensor, state_idx: int = 0, conv_kernel_size: int | None = None, **kwargs
     ) -> torch.Tensor:
-        """Read `(batch, channels, n)` inputs; return them behind the earlier ones that the state held."""
+        """Read `(batch, channels, n)` inputs and return them appended to the earlier ones from the state."""
         tokens = conv_states.shape[-1]
         if not self.is_conv_states_initialized[state_idx]:
             self.device, self.dtype = conv_states.device, conv_states.dtype
@@ -79,7 +77,7 @@ class RecurrentLayer(BlockLayer, LinearAttentionLayer):
         return inputs
 
     def update_recurrent_state(self, recurrent_states: torch.Tensor, state_idx: int = 0, **kwargs) -> torch.Tensor:
-        """Take over the state after a forward, in the precision of the first one."""
+        """Store the state after a forward, in the dtype of the first one."""
         if self.is_recurrent_states_initialized[state_idx]:
             recurrent_states = recurrent_states.to(self.recurrent_states[state_idx].dtype)
         self.recurrent_states[state_idx] = recurrent_states
@@ -95,20 +93,20 @@ class RecurrentLayer(BlockLayer, LinearAttentionLayer):
         self._is_open = True
 
     def record(self) -> BlockRecord | None:
-        """What a replay needs of the open block; None when a part of it was not seen, or nothing recurs (LFM2)."""
+        """Return what a replay needs of the open block; None if any of it is missing or nothing is recurrent (LFM2)."""
         if self._steps or self._outputs is None or 0 not in self._inputs or not self.is_recurrent_states_initialized[0]:
             return None
         return BlockRecord(self._before[1][0], self.recurrent_states[0], self._inputs[0], self._outputs)
 
-    def take_over(self, state: torch.Tensor) -> None:
-        """The recurrent state after the accepted tokens, for the `commit` that follows."""
+    def set_replayed(self, state: torch.Tensor) -> None:
+        """Set the recurrent state after the accepted tokens, for the `commit` that follows."""
         self._replayed = state.to(self.recurrent_states[0].dtype)
 
     def commit(self, kept: list[int], verified: int) -> None:
         if not self._is_open:
             return
         if min(kept) < verified:
-            self._move_on(kept, verified)
+            self._keep_prefix(kept, verified)
         self._reading_block = False
         self._before = self._snapshot()
         self._is_open = False
@@ -129,24 +127,24 @@ class RecurrentLayer(BlockLayer, LinearAttentionLayer):
         return self.original
 
     def _before_mixer(self, mixer: nn.Module, args: tuple, kwargs: dict | None = None) -> Call | None:
-        """Record the call of the mixer, if it is one of this cache's blocks.
+        """Record the call of the mixer if it reads a block of this cache.
 
         Returns:
-            where the mixer's own forward is not to read all tokens, the call with the first alone: `_after_mixer` reads
-            the rest. Hooks can replace what goes in and what comes out, but not keep the forward from running.
+            the call restricted to the first token if the mixer's own forward must not read all of them; `_after_mixer`
+            reads the rest. Hooks can replace a forward's inputs and output but cannot prevent it from running.
         """
         if kwargs is None or not self._reads_block((args, kwargs)):
-            # Without keywords the hook was removed while another thread's forward was about to call it.
+            # No kwargs: the hook was removed while another thread's forward was about to call it.
             return None
         self._call = (args, kwargs)
         tokens = num_tokens(self._call)
         if tokens > 1 and self._plan.reading is Reading.TOGETHER:
             return None
         self._detach_states()
-        return cut(self._call, tokens, 0, 1)
+        return slice_tokens(self._call, tokens, 0, 1)
 
     def _after_mixer(self, mixer: nn.Module, args: tuple, *rest) -> torch.Tensor | None:
-        """Read a block in the way that the mixer needs; the output replaces that of its own forward."""
+        """Read a block the way the mixer requires. The output replaces that of its own forward."""
         *kwargs, output = rest
         if not kwargs or not self._reads_block((args, kwargs[0])) or num_tokens(self._call) == 1:
             return None
@@ -154,29 +152,29 @@ class RecurrentLayer(BlockLayer, LinearAttentionLayer):
             self._restore()
             args, kwargs = self._call
             return self._reader.forward(*args, **kwargs)
-        return read_one_by_one(mixer, self._call, num_tokens(self._call), output, self._keep_step)
+        return read_one_by_one(mixer, self._call, num_tokens(self._call), output, self._save_step)
 
     def _reads_block(self, call: Call) -> bool:
-        """Whether a call of the mixer is part of this cache's open block: other threads may use the model, too."""
+        """Whether a call of the mixer reads this cache's open block: other threads may use the model too."""
         return self._reading_block and any(value is self._plan.cache for value in (*call[0], *call[1].values()))
 
-    def _keep_step(self) -> None:
-        """Remember the states behind one token of a block that is read one by one."""
+    def _save_step(self) -> None:
+        """Save the states after one token of a block that is read one by one."""
         self._steps.append(self._snapshot())
         self._detach_states()
 
     def _detach_states(self) -> None:
-        """Go on with copies: kernels for single tokens write into the states they are given, which are saved ones."""
+        """Continue on copies, since single-token kernels update their states in place and these are the saved ones."""
         for states in (self.conv_states, self.recurrent_states):
             states.update({index: None if state is None else state.clone() for index, state in states.items()})
 
-    def _move_on(self, kept: list[int], verified: int) -> None:
-        """Replace the states after the block by those after its first `kept[row]` tokens."""
+    def _keep_prefix(self, kept: list[int], verified: int) -> None:
+        """Replace the states after the block with those after its first `kept[row]` tokens."""
         if self._steps:
             self._return_to_step(kept)
             return
         recurs = any(self.is_recurrent_states_initialized.values())
-        convolved = all(index in self._inputs for index, there in self.is_conv_states_initialized.items() if there)
+        convolved = all(index in self._inputs for index, is_set in self.is_conv_states_initialized.items() if is_set)
         if not convolved or (recurs and self._replayed is None):
             self._run_mixer_again(same_for_all_rows(kept), verified)
             return
@@ -186,14 +184,14 @@ class RecurrentLayer(BlockLayer, LinearAttentionLayer):
             self.conv_states[index] = inputs.state_after(kept)
 
     def _return_to_step(self, kept: list[int]) -> None:
-        """Take up the states behind the last accepted token of each row: of kept 3, those after the third step."""
+        """Restore the states after the last accepted token of each row: for kept 3, those after the third step."""
         for position, states in enumerate((self.conv_states, self.recurrent_states)):
             for index in [index for index, state in states.items() if state is not None]:
                 rows = [self._steps[count - 1][position][index][row] for row, count in enumerate(kept)]
                 states[index] = torch.stack(rows)
 
     def _run_mixer_again(self, count: int, verified: int) -> None:
-        """The generic fallback: the mixer itself reads the accepted tokens from the saved state."""
+        """The generic fallback: run the mixer itself on the accepted tokens from the saved state."""
         if self._call is None:
             raise UnsupportedTargetError(
                 f"A recurrent layer of the target ({type(self.mixer).__name__}) changed its state without being "
@@ -202,11 +200,11 @@ class RecurrentLayer(BlockLayer, LinearAttentionLayer):
         self._reading_block = False
         self._restore()
         self._detach_states()
-        args, kwargs = cut(self._call, verified, 0, count)
+        args, kwargs = slice_tokens(self._call, verified, 0, count)
         self._reader(*args, **kwargs)
 
     def _snapshot(self) -> Snapshot:
-        """The states as they are; nothing is copied, since updates assign new tensors."""
+        """Return the current states. Nothing is copied, since updates assign new tensors."""
         return dict(self.conv_states), dict(self.recurrent_states), dict(self.has_previous_state)
 
     def _restore(self) -> None:
@@ -226,7 +224,7 @@ class RecurrentLayer(BlockLayer, LinearAttentionLayer):
 
 
 def _copy_states(source: LinearAttentionLayer, destination: LinearAttentionLayer) -> None:
-    """Give `destination` copies of all that `source` holds, cut to what the next forward needs."""
+    """Copy all states of `source` to `destination`, trimmed to what the next forward needs."""
     destination.device, destination.dtype = source.device, source.dtype
     for name in (
         "conv_kernel_size",

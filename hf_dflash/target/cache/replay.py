@@ -1,8 +1,5 @@
-"""Moving recurrent states on by the accepted tokens, from what the verify forward already computed.
-
-Owns: the interface of a replay, what it is given, and the hooks that record it.
-
-Does not know: any recurrence; when a prefix is committed.
+"""The interface of a replay, which advances recurrent states by the accepted tokens using what the verify forward
+computed, and the hooks that record its inputs.
 """
 
 import threading
@@ -17,13 +14,13 @@ from hf_dflash.target.cache.convolution import ConvolutionInputs
 
 @dataclass(frozen=True)
 class BlockRecord:
-    """What one layer's forward left of a block.
+    """What was recorded of one layer's forward over a block.
 
     Attributes:
         before: the recurrent state before the block; None means zeros.
-        after: the state behind the whole block.
+        after: the state after the whole block.
         inputs: what the convolution read.
-        outputs: what the modules that the replay names returned, `(batch, tokens, ...)` each.
+        outputs: what the modules in `Replay.sources` returned, `(batch, tokens, ...)` each.
     """
 
     before: torch.Tensor | None
@@ -32,13 +29,13 @@ class BlockRecord:
     outputs: list[torch.Tensor]
 
     def start(self) -> torch.Tensor:
-        """The state before the block, in fp32."""
+        """Return the state before the block in fp32."""
         return torch.zeros_like(self.after, dtype=torch.float32) if self.before is None else self.before.float()
 
     def destination(self, overwrite: bool) -> torch.Tensor:
-        """Where the new state is to be written, in fp32: over the state behind the block, or apart.
+        """Return the fp32 tensor to write the new state to: the state after the block, or a new one.
 
-        Fresh memory costs more than the arithmetic: a state is megabytes, and the system clears each page of it.
+        New memory costs more than the arithmetic: a state is megabytes, and the system zeroes each page of it.
         """
         if overwrite and self.after.is_contiguous() and self.after.dtype == torch.float32:
             return self.after
@@ -46,7 +43,7 @@ class BlockRecord:
 
 
 class Replay(ABC):
-    """How one kind of recurrent layer moves its state on, for several layers of the same shape at once.
+    """Advances the states of one kind of recurrent layer, for several layers of the same shape at once.
 
     Args:
         mixers: the modules that hold the layers' weights.
@@ -57,27 +54,27 @@ class Replay(ABC):
 
     @classmethod
     @abstractmethod
-    def understands(cls, mixer: nn.Module) -> bool:
-        """Whether the mixer has the attributes that the replay reads."""
+    def supports(cls, mixer: nn.Module) -> bool:
+        """Whether the mixer has the attributes that the replay uses."""
 
     @staticmethod
     @abstractmethod
     def sources(mixer: nn.Module) -> list[nn.Module]:
-        """Submodules of a mixer whose outputs the replay needs; each runs once per forward."""
+        """Return the submodules of a mixer whose outputs the replay needs; each runs once per forward."""
 
     @abstractmethod
     def advance(self, records: list[BlockRecord], kept: list[int], overwrite: bool) -> list[torch.Tensor]:
-        """Per layer the state after the first `kept[row]` tokens of a block.
+        """Return each layer's state after the first `kept[row]` tokens of a block.
 
         Args:
-            overwrite: whether the states behind the block may be overwritten by the result.
+            overwrite: whether the result may overwrite the states after the block.
         """
 
 
 class OutputRecorder:
-    """The last output of some modules, kept apart by thread: two threads may run one model at once.
+    """Records the last output of some modules, per thread, since several threads may run one model at once.
 
-    Only outputs of at most `longest` tokens are kept, so a prompt's are freed.
+    Only outputs of at most `longest` tokens are kept, so those of a prompt are freed.
     """
 
     def __init__(self, modules: list[nn.Module], longest: int):
@@ -85,21 +82,21 @@ class OutputRecorder:
         self._longest = longest
         self._outputs: dict[tuple[int, int], torch.Tensor] = {}
         self._handles = [
-            module.register_forward_hook(self._keep_as(position)) for position, module in enumerate(modules)
+            module.register_forward_hook(self._hook_for(position)) for position, module in enumerate(modules)
         ]
 
     def take(self) -> list[torch.Tensor] | None:
-        """This thread's outputs, in the order of the modules; None when one of them has not run."""
+        """Return and clear this thread's outputs, in the order of the modules; None if one of them has not run."""
         thread = threading.get_ident()
         outputs = [self._outputs.pop((thread, position), None) for position in range(self._count)]
         return None if any(output is None for output in outputs) else outputs
 
     def remove(self) -> None:
-        """Take the hooks off the modules."""
+        """Remove the hooks from the modules."""
         for handle in self._handles:
             handle.remove()
 
-    def _keep_as(self, position: int):
+    def _hook_for(self, position: int):
         def keep(module, args, output):
             key = (threading.get_ident(), position)
             if output.shape[1] <= self._longest:
@@ -111,15 +108,15 @@ class OutputRecorder:
 
 
 def decay_factor(log_decay: torch.Tensor) -> torch.Tensor:
-    """`exp` of a decay between two tokens, the later minus the earlier; entries above 0 (the wrong order) are not used.
+    """Return `exp` of the log decay between two tokens, later minus earlier; entries above 0 (wrong order) are unused.
 
-    e^-60 and e^-100 both forget all that fp32 can tell, but the second makes denormal numbers, which are slow.
+    e^-60 and e^-100 both vanish at fp32 precision, but the latter produces denormals, which are slow.
     """
     return log_decay.clamp(-60.0, 0.0).exp()
 
 
-def accepted_steps(kept: list[int], count: int, like: torch.Tensor) -> torch.Tensor | None:
-    """`(batch, count)` of 1 for accepted tokens and 0 for rejected ones; None when all rows keep all `count`."""
+def accepted_mask(kept: list[int], count: int, like: torch.Tensor) -> torch.Tensor | None:
+    """Return `(batch, count)` with 1 for accepted and 0 for rejected tokens; None if all rows keep all `count`."""
     if min(kept) == count:
         return None
     return (torch.arange(count) < torch.tensor(kept)[:, None]).to(like)

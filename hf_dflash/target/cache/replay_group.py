@@ -1,10 +1,4 @@
-"""Layers that are replayed together, and the trust that a replay has to earn.
-
-Owns: the grouping of recurrent layers by replay and shape, and the comparison of a replay with what a forward really
-did.
-
-Does not know: the recurrences, attention, the rest of a cache layer.
-"""
+"""Groups of recurrent layers that are replayed together, once the replay has matched an actual forward."""
 
 from typing import Protocol
 
@@ -16,28 +10,28 @@ from hf_dflash.target.cache.state_space import StateSpaceReplay
 
 REPLAYS: tuple[type[Replay], ...] = (DeltaReplay, ChannelDeltaReplay, StateSpaceReplay)
 
-#: A replay is used once it has reproduced what a forward did to the states up to this share of the change. A formula
-#: that is not the layer's is off by its own size; rounding, of bf16 kernels too, stays far below.
+#: A replay is used once it has reproduced a forward's change to the states within this relative error. A formula other
+#: than the layer's is off by about 100%; rounding stays far below this, even for bf16 kernels.
 TRUSTED_ERROR = 0.1
 
-#: Layers in a group on a CPU, where a small working set matters; an accelerator wants few kernels, so all go together.
+#: Layers per group on a CPU, for a small working set. On an accelerator all go together, for fewer kernel launches.
 LAYERS_ON_CPU = 3
 
 
 class Replayable(Protocol):
-    """What a group needs of a layer."""
+    """What a group needs from a layer."""
 
     mixer: nn.Module
 
     def record(self) -> BlockRecord | None:
-        """What the layer recorded of the open block; None if a part is missing."""
+        """Return what the layer recorded of the open block; None if any of it is missing."""
 
-    def take_over(self, state) -> None:
-        """The recurrent state after the accepted tokens, to be adopted by the next commit."""
+    def set_replayed(self, state) -> None:
+        """Set the recurrent state after the accepted tokens, for the next commit."""
 
 
 class ReplayGroup:
-    """Layers of one shape whose states are moved on together."""
+    """Layers of one shape whose states are advanced together."""
 
     def __init__(self, replay: type[Replay], layers: list[Replayable]):
         self._layers = layers
@@ -45,7 +39,7 @@ class ReplayGroup:
         self._is_trusted = False
 
     def replay(self, kept: list[int], verified: int) -> None:
-        """Give each layer its state after the first `kept[row]` of `verified` tokens, if the replay can be trusted."""
+        """Set each layer's state after the first `kept[row]` of `verified` tokens, if the replay can be trusted."""
         records = [layer.record() for layer in self._layers]
         if verified == 1 or any(record is None for record in records):
             return
@@ -53,10 +47,10 @@ class ReplayGroup:
         if self._is_trusted and min(kept) < verified:
             states = self._replay.advance(records, kept, overwrite=True)
             for layer, state in zip(self._layers, states, strict=True):
-                layer.take_over(state)
+                layer.set_replayed(state)
 
     def _reproduces(self, records: list[BlockRecord], verified: int) -> bool:
-        """Whether the replay of the whole block gives every state that the forward left behind."""
+        """Whether replaying the whole block gives the same states as the forward did."""
         rows = [verified] * records[0].after.shape[0]
         states = self._replay.advance(records, rows, overwrite=False)
         return all(
@@ -66,14 +60,14 @@ class ReplayGroup:
 
 
 def replay_for(mixer: nn.Module) -> type[Replay] | None:
-    """The replay that understands a mixer, unless its weights are only there while it runs (accelerate's offload)."""
+    """Return the replay that supports a mixer; None if its weights are only present while it runs (offloading)."""
     if any(parameter.is_meta for parameter in mixer.parameters()):
         return None
-    return next((replay for replay in REPLAYS if replay.understands(mixer)), None)
+    return next((replay for replay in REPLAYS if replay.supports(mixer)), None)
 
 
 def group_layers(layers: list[Replayable]) -> list[ReplayGroup]:
-    """Layers with a replay, grouped by replay, shapes and device."""
+    """Group the layers that have a replay by replay, shapes and device."""
     groups: dict[tuple, list[Replayable]] = {}
     for layer in layers:
         replay = replay_for(layer.mixer)

@@ -1,11 +1,8 @@
-"""State space layers with one decay per head (Mamba-2: Nemotron-H, Falcon-H1, Bamba, Zamba2, Granite 4, Mamba2).
+"""Replay of state space layers with one decay per head (Mamba-2: Nemotron-H, Falcon-H1, Bamba, Zamba2, Granite 4,
+Mamba2): the state after several tokens in closed form.
 
-Owns: the state after some tokens in closed form, and where a mixer keeps its step sizes, inputs and input matrices.
-
-Does not know: cache layers, blocks, hooks.
-
-The recurrence, for one head with state h (head dim x state size): with step d, decay rate A < 0, input x and input
-matrix B a token gives  h <- exp(d A) h + d x B^T.
+The recurrence, for one head with state h (head dim x state size), step d, decay rate A < 0, input x and input matrix B:
+h <- exp(d A) h + d x B^T.
 """
 
 import torch
@@ -13,7 +10,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from hf_dflash.target.cache.convolution import StackedConvolution
-from hf_dflash.target.cache.replay import BlockRecord, Replay, accepted_steps, decay_factor
+from hf_dflash.target.cache.replay import BlockRecord, Replay, accepted_mask, decay_factor
 
 
 def advance_state_spaces(
@@ -23,14 +20,14 @@ def advance_state_spaces(
     log_decay: torch.Tensor,
     destinations: list[torch.Tensor],
 ) -> None:
-    """The states of several layers after `n` tokens: each input decayed by the tokens behind it, the old state by all.
+    """Compute the states of several layers after `n` tokens: inputs decay by the tokens after them, old states by all.
 
     Args:
         states: per layer `(batch, heads, head_dim, state_size)` fp32.
-        inputs: `(layers, batch, n, heads, head_dim)` fp32, already times the step size.
+        inputs: `(layers, batch, n, heads, head_dim)` fp32, already multiplied by the step size.
         directions: `(layers, batch, n, groups, state_size)` fp32; consecutive heads share a group.
         log_decay: `(layers, batch, n, heads)`, step size times decay rate.
-        destinations: per layer a contiguous tensor, other than its state, that the new state is written to.
+        destinations: per layer a contiguous tensor, other than its state, to write the new state to.
     """
     total = log_decay.cumsum(2)
     arriving = inputs * decay_factor(total[:, :, -1:] - total).unsqueeze(-1)
@@ -44,7 +41,7 @@ def advance_state_spaces(
 
 
 class StateSpaceReplay(Replay):
-    """Replay of Mamba-2 mixers: step sizes from their input projection, the rest from their convolution."""
+    """Replay of Mamba-2 mixers: step sizes come from the input projection, the rest from the convolution."""
 
     def __init__(self, mixers: list[nn.Module]):
         super().__init__(mixers)
@@ -53,7 +50,7 @@ class StateSpaceReplay(Replay):
         self._bias = torch.stack([mixer.dt_bias for mixer in mixers])[:, None, None]
 
     @classmethod
-    def understands(cls, mixer: nn.Module) -> bool:
+    def supports(cls, mixer: nn.Module) -> bool:
         needed = ("conv1d", "activation", "in_proj", "dt_bias", "n_groups", "ssm_state_size", "num_heads", "head_dim")
         return all(hasattr(mixer, name) for name in needed) and mixer.A_log.dim() == 1
 
@@ -67,9 +64,9 @@ class StateSpaceReplay(Replay):
         directions = first.n_groups * first.ssm_state_size
         x, b, _ = mixed.split([first.num_heads * first.head_dim, directions, directions], dim=-1)
         steps = self._steps(records, count)
-        accepted = accepted_steps(kept, count, like=steps)
+        accepted = accepted_mask(kept, count, like=steps)
         if accepted is not None:
-            # Without a step a token neither decays the state nor writes to it.
+            # A token with step size 0 neither decays the state nor writes to it.
             steps = steps * accepted[:, :, None]
         destinations = [record.destination(overwrite) for record in records]
         advance_state_spaces(
@@ -82,7 +79,7 @@ class StateSpaceReplay(Replay):
         return destinations
 
     def _steps(self, records: list[BlockRecord], count: int) -> torch.Tensor:
-        """Step sizes `(layers, batch, count, heads)` fp32: the last outputs of the input projection."""
+        """Return the step sizes `(layers, batch, count, heads)` fp32, the last outputs of the input projection."""
         first = self.mixers[0]
         steps = torch.stack([record.outputs[0][:, :count, -first.num_heads :] for record in records])
         if hasattr(first, "mup_vector"):

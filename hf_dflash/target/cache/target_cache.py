@@ -1,9 +1,8 @@
-"""The target's cache during one call: which of its layers can be rolled back, and how they are swapped in and out.
+"""The target's cache during one call: replaces each layer with one that can be rolled back, and puts the caller's own
+layers back at the end.
 
-Owns: the choice of a stand-in for every layer object of a transformers cache, the refusal of what has none, and the
-order enter, begin_block, commit or roll_back, exit.
-
-Does not know: how a layer kind rolls back (a file each), the decoding loop, the draft.
+The order of calls is enter, begin_block, commit or roll_back, exit. Each layer kind implements its rollback in its own
+module.
 """
 
 from collections import Counter
@@ -31,8 +30,8 @@ from hf_dflash.target.cache.recurrent import RecurrentLayer
 from hf_dflash.target.cache.replay_group import group_layers
 from hf_dflash.target.cache.sliding import SlidingAttentionLayer
 
-#: Stand-ins by the exact class of the layer they replace: a subclass may store what its base does not.
-STAND_INS: dict[type, type[BlockLayer]] = {
+#: Rollback layers by the exact class of the layer they replace: a subclass may store more than its base.
+ROLLBACK_LAYERS: dict[type, type[BlockLayer]] = {
     DynamicLayer: FullAttentionLayer,
     DynamicSlidingWindowLayer: SlidingAttentionLayer,
     LinearAttentionLayer: RecurrentLayer,
@@ -40,25 +39,25 @@ STAND_INS: dict[type, type[BlockLayer]] = {
     LinearAttentionAndSlidingWindowAttentionLayer: HybridSlidingLayer,
 }
 
-#: Layers that hold nothing (transformers 5.24 has a class for them), so there is nothing to roll back.
+#: Layers that hold nothing (transformers 5.24 has a class for them) and need no rollback.
 EMPTY_LAYERS: tuple[type, ...] = tuple(filter(None, [getattr(cache_utils, "DummyLayer", None)]))
 
 
 class TargetCache:
-    """A transformers `DynamicCache`, made so that a prefix of each verified block can be committed.
+    """A transformers `DynamicCache` in which a prefix of each verified block can be committed.
 
-    As a context manager it swaps the layer objects of `cache`, in place, for stand-ins that write in place and roll
-    back, and on the way out puts the caller's own layer objects back, holding the committed state: plain `generate`
-    continues on them. An exception leaves the state of the last `begin_block` or `commit`, never half a block; a commit
-    that is interrupted is finished first.
+    On entry, this context manager replaces the layer objects of `cache` with rollback layers, which write in place and
+    can be rolled back. On exit it restores the caller's layer objects with the committed state, so that plain
+    `generate` can continue from them. An exception leaves the state of the last `begin_block` or `commit`, never half a
+    block. An interrupted commit is completed first.
 
     Args:
-        cache: empty, or filled by earlier turns. `DynamicCache()` without a config is filled up with full attention
+        cache: empty, or filled by earlier turns. `DynamicCache()` without a config is extended with full attention
             layers.
         model: the target.
-        max_length: the most tokens that the call can commit, those already in `cache` included. Memory grows toward
-            it.
-        block_size: the most tokens that one verify forward reads.
+        max_length: maximum number of tokens that the call can commit, including those already in `cache`. Memory grows
+            as needed up to this.
+        block_size: maximum number of tokens in one verify forward.
 
     Raises:
         UnsupportedOptionError: the cache is static, quantized or offloaded.
@@ -73,14 +72,14 @@ class TargetCache:
         self._max_length = max_length
         self._block_size = block_size
         self._originals = _all_layers(cache, model)
-        self._layers = self._stand_ins()
+        self._layers = self._make_rollback_layers()
         self._block_layers = [layer for layer in self._layers if isinstance(layer, BlockLayer)]
         self._replay_groups = group_layers([layer for layer in self._layers if isinstance(layer, RecurrentLayer)])
         self._block_open = False
         self._unfinished_commit: tuple[torch.Tensor, int] | None = None
 
     def __enter__(self) -> "TargetCache":
-        self._callers_list = self.cache.layers
+        self._caller_layers = self.cache.layers
         self.cache.layers = self._layers
         for layer in self._block_layers:
             layer.start()
@@ -96,15 +95,15 @@ class TargetCache:
             self._hand_back()
 
     def _hand_back(self) -> None:
-        """Put the caller's own layer objects back, with the committed state."""
+        """Restore the caller's own layer objects, with the committed state."""
         layers = [layer.release() if isinstance(layer, BlockLayer) else layer for layer in self._layers]
         if self.cache.layer_class_to_replicate is not None:
-            layers = _without_unused_end(layers)
-        self._callers_list[:] = layers
-        self.cache.layers = self._callers_list
+            layers = _drop_unused_layers(layers)
+        self._caller_layers[:] = layers
+        self.cache.layers = self._caller_layers
 
-    def _stand_ins(self) -> list:
-        """One stand-in per layer that holds a state, in the order of the layers; empty layers stay themselves."""
+    def _make_rollback_layers(self) -> list:
+        """Build a rollback layer for each layer that holds a state; empty layers are kept. The order stays the same."""
         config = self._model.config.get_text_config(decoder=True)
         layer_types = dict(enumerate(getattr(config, "layer_types", None) or []))
         has_states = any(isinstance(layer, LinearAttentionCacheLayerMixin) for layer in self._originals)
@@ -112,44 +111,45 @@ class TargetCache:
         return [
             layer
             if _is_empty(layer, layer_types.get(index))
-            else self._stand_in(index, layer, *mixers.get(index, (None, Reading.TOGETHER)))
+            else self._make_rollback_layer(index, layer, *mixers.get(index, (None, Reading.TOGETHER)))
             for index, layer in enumerate(self._originals)
         ]
 
-    def _stand_in(self, index: int, layer, mixer: nn.Module | None, reading: Reading) -> BlockLayer:
-        if type(layer) not in STAND_INS:
+    def _make_rollback_layer(self, index: int, layer, mixer: nn.Module | None, reading: Reading) -> BlockLayer:
+        if type(layer) not in ROLLBACK_LAYERS:
             problem = f"is a {type(layer).__name__}, which hf_dflash cannot roll back exactly"
         elif mixer is None and isinstance(layer, LinearAttentionCacheLayerMixin):
-            problem = "has a recurrent state, but no module of the target was found that keeps it"
+            problem = "has a recurrent state, but the target has no module that was recognized as its owner"
         else:
             plan = LayerPlan(self._max_length, self._block_size, self.cache, mixer, reading)
-            return STAND_INS[type(layer)](layer, plan)
+            return ROLLBACK_LAYERS[type(layer)](layer, plan)
         raise UnsupportedTargetError(
             f"Layer {index} of the cache of {type(self._model).__name__} {problem}. Generate without a draft. "
-            f"Supported: {', '.join(sorted(kind.__name__ for kind in STAND_INS))}."
+            f"Supported: {', '.join(sorted(kind.__name__ for kind in ROLLBACK_LAYERS))}."
         )
 
     def get_seq_length(self) -> int | None:
-        """Tokens read so far, those of an open block included; None if no layer counts them (recurrent layers only)."""
+        """Return the tokens read so far, open block included; None if no layer counts them (recurrent layers only)."""
         return tokens_in(self.cache)
 
     def begin_block(self) -> None:
-        """What has been read so far is committed. Call before each verify forward."""
+        """Treat everything read so far as committed. Call before each verify forward."""
         self._block_open = True
         for layer in self._block_layers:
             layer.begin_block()
 
     @torch.no_grad()
     def commit(self, kept: torch.Tensor, verified: int) -> None:
-        """Make every layer as if only the first `kept[row]` of the last `verified` tokens had been read.
+        """Bring every layer to the state it would have if only the first `kept[row]` of the last `verified` tokens had
+        been read.
 
         Args:
             kept: `(batch,)` integers, `1 <= kept <= verified`.
-            verified: tokens that the forward since `begin_block` read.
+            verified: number of tokens in the forward since `begin_block`.
         """
         rows = kept.tolist()
         if not all(1 <= row <= verified for row in rows):
-            raise UnsupportedOptionError(f"kept must lie in 1..{verified} (the verified tokens), got {rows}")
+            raise UnsupportedOptionError(f"kept must be in 1..{verified} (the verified tokens), got {rows}")
         self._unfinished_commit = (kept, verified)
         for group in self._replay_groups:
             group.replay(rows, verified)
@@ -160,14 +160,14 @@ class TargetCache:
 
     @torch.no_grad()
     def roll_back(self) -> None:
-        """Forget what was read since the last `begin_block`."""
+        """Discard everything read since the last `begin_block`."""
         for layer in self._block_layers:
             layer.roll_back()
         self._block_open = False
 
 
 def _refuse_other_caches(cache: Cache) -> None:
-    """Only a resident `DynamicCache` can be continued; any other kind is named."""
+    """Raise, naming the kind, for anything but a `DynamicCache` that is not offloaded."""
     if isinstance(cache, StaticCache):
         kind = "a static cache (cache_implementation='static')"
     elif isinstance(cache, QuantizedCache):
@@ -179,13 +179,13 @@ def _refuse_other_caches(cache: Cache) -> None:
     else:
         return
     raise UnsupportedOptionError(
-        f"A DFlash draft needs a DynamicCache on the target, found {kind}. Leave cache_implementation unset, or hand "
-        "in a DynamicCache(config=model.config)."
+        f"A DFlash draft needs a DynamicCache on the target, found {kind}. Leave cache_implementation unset, or pass "
+        "a DynamicCache(config=model.config)."
     )
 
 
 def _all_layers(cache: DynamicCache, model: PreTrainedModel) -> list:
-    """The layer objects of `cache`; one that creates its layers lazily is filled up to what the target reads."""
+    """Return the layer objects of `cache`; a lazily built cache is extended to as many as the target uses."""
     expected = DynamicCache(config=model.config).layers
     layers = list(cache.layers)
     if cache.layer_class_to_replicate is not None:
@@ -203,19 +203,17 @@ def _all_layers(cache: DynamicCache, model: PreTrainedModel) -> list:
 
 
 def _kinds(layers: list) -> str:
-    """How many layers there are of each class, for a message."""
+    """Count the layers of each class, for a message."""
     counts = Counter(type(layer).__name__ for layer in layers)
     return " + ".join(f"{count} {name}" for name, count in counts.items()) or "none"
 
 
 def _is_empty(layer, layer_type: str | None) -> bool:
-    """Whether a layer never holds anything. Before `DummyLayer`, layers without attention had an unused recurrent
-    one.
-    """
+    """Whether a layer is always empty. Before `DummyLayer`, layers without attention had an unused recurrent one."""
     return type(layer) in EMPTY_LAYERS or (type(layer) is LinearAttentionLayer and layer_type in ("moe", "mlp"))
 
 
-def _without_unused_end(layers: list) -> list:
-    """Layers that a lazily filled cache would have: none behind the last one that was written."""
+def _drop_unused_layers(layers: list) -> list:
+    """Drop layers after the last one that was written, as in a lazily filled cache."""
     used = [index for index, layer in enumerate(layers) if layer.is_initialized]
     return layers[: used[-1] + 1] if used else []
