@@ -1,6 +1,6 @@
-"""An AWQ target with a draft in bfloat16: the draft is loaded as always, only the target is quantized.
+"""An AWQ target with a bfloat16 draft: the draft is loaded as usual, only the target is quantized.
 
-Needs the extra `awq` (gptqmodel) and an AWQ checkpoint, so give its name:
+Needs the `awq` extra (gptqmodel) and the name of an AWQ checkpoint:
 
 python examples/awq_target.py Qwen/Qwen3-8B-AWQ z-lab/Qwen3-8B-DFlash-b16
 """
@@ -18,7 +18,7 @@ parser.add_argument("draft", help="the draft of the unquantized target")
 names = parser.parse_args()
 
 tokenizer = AutoTokenizer.from_pretrained(names.target)
-# AWQ kernels compute in float16. The draft must not: it stays in bfloat16, and tensors are cast between the two.
+# AWQ kernels compute in float16. The draft must not: it stays in bfloat16, and tensors are cast in between.
 target = AutoModelForCausalLM.from_pretrained(names.target, dtype=torch.float16, device_map="auto")
 draft = hf_dflash.load_draft(names.draft, device_map=target.device)
 

@@ -1,4 +1,4 @@
-"""A draft exported as a Hub-ready folder, used by its name alone: `generate(custom_generate=FOLDER)`.
+"""Export a draft as a Hub-ready folder and use it by path: `generate(custom_generate=FOLDER)`.
 
 python examples/custom_generate_from_folder.py [TARGET DRAFT]     default: SmolLM2-135M-Instruct and the draft of this
 repository
@@ -21,7 +21,7 @@ with tempfile.TemporaryDirectory() as work:
     tokenizer = AutoTokenizer.from_pretrained(TARGET)
     target = AutoModelForCausalLM.from_pretrained(TARGET, dtype="auto")
     inputs = tokenizer("Water boils at", return_tensors="pt")
-    # The same works with a Hub name. The folder's code runs, hence trust_remote_code; it needs hf-dflash installed.
+    # A Hub ID works too. trust_remote_code is needed because the folder contains code, which needs hf-dflash installed.
     output = target.generate(
         **inputs, custom_generate=str(folder), trust_remote_code=True, max_new_tokens=32, do_sample=False
     )

@@ -1,6 +1,6 @@
-"""A plain evaluation loop: answer a prompt set, keep the answers, compare with plain decoding.
+"""A simple evaluation loop: answer a prompt set, store the answers, compare with plain decoding.
 
-The answers are the target's own, so an evaluation with a draft scores what it scores without one, and ends sooner.
+The answers are the target's own, so an evaluation gives the same score with a draft as without, only faster.
 
 python examples/evaluation_loop.py [--target T --draft D] [--prompts chat:4] [--tokens 32] [--out answers.jsonl]
 """

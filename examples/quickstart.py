@@ -1,4 +1,4 @@
-"""The shortest use: load a pair, generate, look at the figures.
+"""Quickstart: load a pair, generate, look at the statistics.
 
 python examples/quickstart.py [TARGET DRAFT]     default: SmolLM2-135M-Instruct and the draft of this repository
 """

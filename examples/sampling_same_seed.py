@@ -1,7 +1,7 @@
 """Sampling: the same seed gives the same text, with and without the draft.
 
-In float32 this holds token by token. In bfloat16 two texts may part where the target's best choices are within
-rounding.
+In float32 this holds token for token. In bfloat16 two texts may diverge at a token whose top two choices are within
+numerical tolerance.
 
 python examples/sampling_same_seed.py [TARGET DRAFT]     default: SmolLM2-135M-Instruct and the draft of this repository
 """

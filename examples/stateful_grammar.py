@@ -1,7 +1,7 @@
-"""A logits processor that remembers: it sees just the calls that it would see without the draft.
+"""A stateful logits processor: it gets exactly the same calls as without the draft.
 
-The grammar here is small: a list of numbers in brackets, such as `[12, 7, 305]`. The processor keeps its state from
-call to call, as grammar engines do, so it would break if it were ever shown a token that is not kept.
+The grammar is small: a list of numbers in brackets, such as `[12, 7, 305]`. Like a grammar engine, the processor keeps
+its state from call to call, so it would break if it ever saw a token that is not committed.
 
 python examples/stateful_grammar.py [TARGET DRAFT]     default: SmolLM2-135M-Instruct and the draft of this repository
 """
@@ -17,7 +17,7 @@ TARGET, DRAFT = sys.argv[1:3] or (hf_dflash.demo_target(log=print), hf_dflash.de
 
 
 class NumberList(LogitsProcessor):
-    """Allows `[`, then numbers with `, ` between them, then `]` and the end."""
+    """Allows `[`, then numbers separated by `, `, then `]` and EOS."""
 
     def __init__(self, tokenizer, prompt_length: int):
         pieces = {i: tokenizer.decode([i]) for i in range(len(tokenizer))}
@@ -39,7 +39,7 @@ class NumberList(LogitsProcessor):
         }[self.state]
 
     def advance(self, token: int) -> None:
-        assert token in self.allowed(), "a token was shown that the grammar did not allow"
+        assert token in self.allowed(), "got a token that the grammar does not allow"
         if token in self.digits:
             self.numbers += self.state == "first"
             self.state = "number"
@@ -49,7 +49,7 @@ class NumberList(LogitsProcessor):
 
     def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor) -> torch.FloatTensor:
         new = input_ids[0, self.seen :].tolist()
-        assert len(new) <= 1, "plain generate calls once per token"
+        assert len(new) <= 1, "plain generate calls the processor once per token"
         for token in new:
             self.advance(token)
         self.seen = input_ids.shape[1]
@@ -69,5 +69,5 @@ for assistant in (None, draft):
     options = {"assistant_model": assistant} if assistant is not None else {}
     output = target.generate(**inputs, logits_processor=grammar, max_new_tokens=32, do_sample=False, **options)
     texts.append(tokenizer.decode(output[0], skip_special_tokens=True))
-    print("with the draft:" if assistant is not None else "plainly:       ", texts[-1])
+    print("with the draft:   " if assistant is not None else "without the draft:", texts[-1])
 assert texts[0] == texts[1]

@@ -1,4 +1,4 @@
-"""Two turns of a chat, streamed, on one cache: the second turn reads only what is new.
+"""A streamed chat of two turns with one cache: the second turn prefills only the new tokens.
 
 python examples/streaming_chat.py [TARGET DRAFT]     default: SmolLM2-135M-Instruct and the draft of this repository
 """
@@ -19,20 +19,20 @@ target = AutoModelForCausalLM.from_pretrained(TARGET, dtype="auto", device_map="
 draft = hf_dflash.load_draft(DRAFT, device_map=target.device)
 streamer = TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
 
-messages, cache, read = [], None, None
+messages, cache, previous = [], None, None
 for turn in TURNS:
     print(f"> {turn}")
     messages.append({"role": "user", "content": turn})
     inputs = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_tensors="pt", return_dict=True)
     inputs = inputs.to(target.device)
-    # A cache may go on only if the new prompt begins with the very tokens that it has read. An answer that is rendered
-    # back to text and tokens can come out otherwise; then everything is read anew.
+    # Reuse the cache only if the new prompt starts with exactly the cached tokens. Decoding an answer and tokenizing it
+    # again can give different tokens; then start from scratch.
     length = cache.get_seq_length() if cache is not None else 0
-    if not length or not torch.equal(inputs["input_ids"][0, :length], read[:length]):
+    if not length or not torch.equal(inputs["input_ids"][0, :length], previous[:length]):
         cache = DynamicCache(config=target.config)
     output = target.generate(
         **inputs,
-        # `past_key_values` in transformers before 5.24, `cache` from there on. The draft's context stays with it.
+        # `past_key_values` before transformers 5.24, `cache` since then. The draft's context is kept with it.
         **{CACHE_KEYWORD: cache},
         assistant_model=draft,
         streamer=streamer,
@@ -40,6 +40,6 @@ for turn in TURNS:
         do_sample=False,
     )
     print(f"({length} tokens were in the cache)")
-    read = output[0]
-    answer = tokenizer.decode(read[inputs["input_ids"].shape[1] :], skip_special_tokens=True)
+    previous = output[0]
+    answer = tokenizer.decode(previous[inputs["input_ids"].shape[1] :], skip_special_tokens=True)
     messages.append({"role": "assistant", "content": answer})

@@ -1,4 +1,4 @@
-"""The benchmark's parts: prompts, methods, comparison, summary, report; and `hf-dflash bench` on a tiny pair."""
+"""The benchmark (prompts, methods, comparison, summary, report), and `hf-dflash bench` on a tiny pair."""
 
 import csv
 import json
@@ -33,14 +33,14 @@ def a_run(method: str, prompt: str, seconds: float, **fields) -> Run:
 # --- prompts
 
 
-def test_sets_that_the_package_and_its_peers_carry():
+def test_built_in_prompt_sets():
     assert len(load_prompts("chat")) >= 20
     humaneval = load_prompts("humaneval:3")
     assert [prompt.name for prompt in humaneval] == ["HumanEval/0", "HumanEval/1", "HumanEval/2"]
     assert "def has_close_elements" in humaneval[0].text
 
 
-def test_a_jsonl_file_is_a_set(tmp_path):
+def test_a_jsonl_file_is_a_prompt_set(tmp_path):
     lines = [{"prompt": "one"}, {"messages": [{"role": "user", "content": "two"}], "name": "second"}]
     (tmp_path / "mine.jsonl").write_text("\n".join(map(json.dumps, lines)) + "\n\n")
     found = load_prompts(str(tmp_path / "mine.jsonl"))
@@ -48,13 +48,13 @@ def test_a_jsonl_file_is_a_set(tmp_path):
     assert len(load_prompts(f"{tmp_path / 'mine.jsonl'}:1")) == 1
 
 
-def test_a_line_without_a_prompt_is_refused(tmp_path):
+def test_a_line_without_a_prompt_is_rejected(tmp_path):
     (tmp_path / "mine.jsonl").write_text('{"text": "?"}\n')
     with pytest.raises(PromptError, match=r"mine.jsonl, line 1: found the keys \['text'\], expected one of"):
         load_prompts(str(tmp_path / "mine.jsonl"))
 
 
-def test_an_unknown_set_is_refused():
+def test_an_unknown_prompt_set_is_rejected():
     with pytest.raises(UnsupportedOptionError, match="neither a prompt set"):
         load_prompts("no-such-set")
 
@@ -71,7 +71,7 @@ def test_a_missing_package_is_named(monkeypatch):
 
 
 @pytest.mark.parametrize("name", ["plain", "prompt-lookup", "native", "dflash", "dflash-b3"])
-def test_methods_write_plain_generates_text(pair, name):
+def test_methods_give_the_same_text_as_plain_generate(pair, name):
     inputs = encode(pair, "some text")
     arguments = {"max_new_tokens": 16, **sampling_arguments(0.0)}
     expected = pair.target.generate(**inputs, **arguments)
@@ -88,7 +88,7 @@ def test_block_sizes_of_methods(pair):
         make_method("dflash-b9", pair)
 
 
-def test_the_native_method_does_not_take_our_loop(pair, monkeypatch):
+def test_the_native_method_does_not_use_our_loop(pair, monkeypatch):
     def fail(*_, **__):
         raise AssertionError("our loop ran")
 
@@ -96,12 +96,12 @@ def test_the_native_method_does_not_take_our_loop(pair, monkeypatch):
     make_method("native", pair).decode(encode(pair, "text"), {"max_new_tokens": 4, "do_sample": False})
 
 
-def test_methods_that_cannot_run_say_why(pair):
+def test_methods_that_cannot_run_give_the_reason(pair):
     with pytest.raises(MethodUnavailable, match="CUDA"):
         make_method("plain-compiled", pair)
-    with pytest.raises(MethodUnavailable, match="does not load"):
-        make_method("authors", pair)  # this tiny draft is in the canonical layout, which their package does not know
-    with pytest.raises(UnsupportedOptionError, match="no method 'magic'"):
+    with pytest.raises(MethodUnavailable, match="cannot load"):
+        make_method("authors", pair)  # the authors' package cannot read the canonical layout
+    with pytest.raises(UnsupportedOptionError, match="Unknown method 'magic'"):
         make_method("magic", pair)
 
 
@@ -110,13 +110,13 @@ def test_methods_that_cannot_run_say_why(pair):
 
 def test_every_method_runs_on_every_prompt_and_is_compared(pair):
     plan = Plan(["dflash", "plain-compiled"], prompts(3), [0.0, 0.8], max_new_tokens=8, repeats=2)
-    told = []
+    finished = []
     methods, left_out = methods_of(plan, pair)
-    batches = list(run_pair(pair, plan, methods, told.append))
+    batches = list(run_pair(pair, plan, methods, finished.append))
     assert [{run.prompt for run in batch} for batch in batches] == [{f"p{i}"} for i in range(3)] * 4
     runs = [run for batch in batches for run in batch]
     assert list(left_out) == ["plain-compiled"]
-    assert len(runs) == len(told) == 3 * 2 * 2 * 2
+    assert len(runs) == len(finished) == 3 * 2 * 2 * 2
     own = [run for run in runs if run.method == "dflash"]
     assert all(run.same for run in own)
     assert all(run.same is None for run in runs if run.method == "plain")
@@ -125,7 +125,7 @@ def test_every_method_runs_on_every_prompt_and_is_compared(pair):
     assert all(run.tau == pytest.approx(run.statistics["tau"]) for run in own)
 
 
-def test_a_row_is_made_of_medians_and_totals():
+def test_a_row_holds_medians_and_totals():
     plain = [a_run("plain", f"p{i}", 1.0, forwards=11) for i in range(4)]
     own = [a_run("dflash", f"p{i}", seconds, forwards=6, same=i > 0) for i, seconds in enumerate([0.5, 0.4, 0.25, 1.0])]
     own[0].comparison = {"within_tolerance": True}
@@ -139,7 +139,7 @@ def test_a_row_is_made_of_medians_and_totals():
     assert (second.compared, second.same, second.near_ties) == (4, 3, 1)
 
 
-def test_rows_keep_the_order_of_the_methods_though_they_take_turns():
+def test_rows_keep_the_order_of_the_methods_although_they_take_turns():
     order = [("plain", "p0"), ("dflash", "p0"), ("dflash", "p1"), ("plain", "p1")]
     runs = [a_run(method, prompt, 1.0, forwards=11, prompt_set=prompt) for method, prompt in order]
     assert [row.method for row in summarize(runs)] == ["plain", "dflash"] * 2
@@ -160,7 +160,7 @@ def test_acceptance_by_position_counts_rounds():
 # --- the command
 
 
-def test_bench_writes_everything_and_reads_it_again(run_cli, tiny_folders, tmp_path):
+def test_bench_writes_all_files_and_reads_them_back(run_cli, tiny_folders, tmp_path):
     pytest.importorskip("matplotlib")
     pair = ["-t", tiny_folders.target, "-d", tiny_folders.draft]
     what = ["-p", "chat:2", "-n", "6", "-m", "dflash", "-m", "dflash-b3", "-m", "authors"]
@@ -184,7 +184,7 @@ def test_bench_writes_everything_and_reads_it_again(run_cli, tiny_folders, tmp_p
 
 
 @pytest.mark.parametrize("end", [KeyboardInterrupt(), RuntimeError("out of memory")], ids=["Ctrl-C", "crash"])
-def test_what_was_measured_outlives_an_end_in_the_middle(run_cli, tiny_folders, tmp_path, monkeypatch, end):
+def test_finished_prompts_survive_an_interruption(run_cli, tiny_folders, tmp_path, monkeypatch, end):
     pytest.importorskip("matplotlib")
     run_prompt, begun = runner._run_prompt, []
 
@@ -222,7 +222,7 @@ def test_bench_interrupted_before_the_first_prompt_reports_nothing(run_cli, tiny
     assert list(tmp_path.iterdir()) == []
 
 
-def test_bench_names_a_pair_that_does_not_pair(run_cli, tiny_folders, tmp_path):
+def test_bench_reports_a_pair_that_does_not_match(run_cli, tiny_folders, tmp_path):
     from tiny_drafts import tiny_draft
 
     tiny_draft(vocab_size=99).save_pretrained(tmp_path / "other")
@@ -247,14 +247,14 @@ def test_gpu_check_measures_every_cell():
     assert gpu_check.table(rows).count("\n") == 2 + len(rows)
 
 
-def test_gpu_check_stops_when_the_time_is_up():
-    said = []
+def test_gpu_check_stops_at_the_time_limit():
+    messages = []
     plan = gpu_check.Check(["tiny", "tiny"], device="cpu", limit=-1.0)
-    assert gpu_check.check(plan, said.append) == []
-    assert said == ["tiny is left out: the time is up"] * 2
+    assert gpu_check.check(plan, messages.append) == []
+    assert messages == ["tiny skipped: time limit reached"] * 2
 
 
 def test_gpu_check_needs_a_gpu(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(UnsupportedOptionError, match="sees none"):
+    with pytest.raises(UnsupportedOptionError, match="finds none"):
         gpu_check.check(gpu_check.Check(["tiny"]))

@@ -1,4 +1,4 @@
-"""Prompts, regenerated responses and training records: identity, resuming, and messages for bad input."""
+"""Prompts, regenerated responses and training records: identity, resuming, and error messages for bad input."""
 
 import json
 import sys
@@ -16,7 +16,7 @@ from tests.tiny_training import tiny_target, write_records
 
 
 class Letters:
-    """A tokenizer of single characters: enough of transformers' interface for reading prompts and writing responses."""
+    """A character tokenizer with just enough of transformers' interface to read prompts and write responses."""
 
     pad_token_id = 1
     chat_template = "yes"
@@ -57,12 +57,12 @@ def test_rows_become_messages_up_to_the_last_user_turn():
         ({"messages": ["hi"]}, "a message must be"),
     ],
 )
-def test_rows_that_are_no_prompts(row, message):
+def test_rows_that_are_not_prompts(row, message):
     with pytest.raises(PromptError, match=message):
         to_messages(row, "x")
 
 
-def test_prompts_are_deduplicated_and_long_ones_left_out(tmp_path):
+def test_prompts_are_deduplicated_and_long_ones_skipped(tmp_path):
     path = prompts_file(
         tmp_path / "p.jsonl", [{"prompt": "one"}, {"prompt": "two"}, {"prompt": "one"}, {"prompt": "x" * 99}]
     )
@@ -78,11 +78,11 @@ def test_broken_prompt_files(tmp_path):
     (tmp_path / "broken.jsonl").write_text('{"prompt": "a"}\n{"prompt": \n')
     with pytest.raises(PromptError, match="line 2: not JSON"):
         read_prompts(tmp_path / "broken.jsonl", Letters())
-    with pytest.raises(TrainingError, match="no prompt is left"):
+    with pytest.raises(TrainingError, match="no prompts left"):
         read_prompts(prompts_file(tmp_path / "long.jsonl", [{"prompt": "abc"}]), Letters(), max_prompt_tokens=2)
 
 
-def test_batches_group_like_lengths_and_lose_nothing():
+def test_batches_group_similar_lengths_and_lose_nothing():
     prompts = [TokenizedPrompt(tuple(range(n % 7 + 1)) + (n,)) for n in range(20)]
     cut = batches(prompts, batch_size=4, window=2)
     assert sorted(p.key for batch in cut for p in batch) == sorted(p.key for p in prompts)
@@ -127,7 +127,7 @@ def test_responses_do_not_depend_on_interruptions(target, tmp_path, temperature)
     assert seen[-1] == 10
 
 
-def test_responses_are_the_targets_and_keep_the_end(target, tmp_path):
+def test_responses_are_the_targets_and_keep_the_stop_token(target, tmp_path):
     out = regenerate(
         target, Letters(), some_prompts(), tmp_path / "r.jsonl", RegenerationSettings(max_new_tokens=30, batch_size=4)
     )
@@ -141,7 +141,7 @@ def test_responses_are_the_targets_and_keep_the_end(target, tmp_path):
         assert line["kind"] == "k"
 
 
-def test_other_settings_do_not_mix_into_one_file(target, tmp_path):
+def test_responses_of_different_settings_are_not_mixed_in_one_file(target, tmp_path):
     out, prompts = tmp_path / "r.jsonl", some_prompts()[:2]
     regenerate(target, Letters(), prompts, out, RegenerationSettings(max_new_tokens=4))
     with pytest.raises(TrainingError, match=r"max_new_tokens 4 \(now 5\)"):
@@ -155,12 +155,12 @@ def read(path, **changes):
     return read_records(path, **{"block_size": 4, "max_length": 100, "vocab_size": 96, **changes})
 
 
-def test_records_are_cut_and_short_ones_left_out(tmp_path):
+def test_records_are_truncated_and_short_ones_dropped(tmp_path):
     path = write_records(tmp_path / "d.jsonl", count=3, prompt=5, response=20)
     with path.open("a") as file:
         file.write(json.dumps({"prompt_ids": [2, 3], "response_ids": [4, 5, 6]}) + "\n")
     records = read(path, max_length=12)
-    assert ([len(r) for r in records.kept], records.too_short, records.cut) == ([12, 12, 12], 1, 3)
+    assert ([len(r) for r in records.kept], records.too_short, records.truncated) == ([12, 12, 12], 1, 3)
     assert records.num_tokens == 36
 
 
@@ -173,7 +173,7 @@ def test_records_are_cut_and_short_ones_left_out(tmp_path):
             {"prompt_ids": [1, 96], "response_ids": [2]},
             "token 96 in `prompt_ids` is outside the target's vocabulary of 96",
         ),
-        ({"prompt_ids": [1], "response_ids": [2, 3, 4]}, "none of 1 responses has the 4 tokens of a block"),
+        ({"prompt_ids": [1], "response_ids": [2, 3, 4]}, "none of the 1 responses fills a block of 4 tokens"),
     ],
 )
 def test_bad_records(tmp_path, row, message):
@@ -186,7 +186,7 @@ def test_a_missing_data_file_is_named(tmp_path):
         read(tmp_path / "nothing.jsonl")
 
 
-def test_the_split_is_the_same_every_time_and_leaves_something():
+def test_the_split_is_reproducible_and_never_empty():
     records = [SimpleNamespace(name=n) for n in range(20)]
     train, held_out = split(records, 5, seed=1)
     assert split(records, 5, seed=1) == (train, held_out)
@@ -205,13 +205,13 @@ def test_collated_rows_are_padded_on_the_right(tmp_path):
     assert batch["input_ids"][0].tolist() == [*short.prompt_ids, *short.response_ids, 0, 0]
 
 
-def test_a_name_that_is_no_file_needs_datasets(monkeypatch):
+def test_a_name_that_is_not_a_file_needs_datasets(monkeypatch):
     monkeypatch.setitem(sys.modules, "datasets", None)
     with pytest.raises(MissingPackageError, match="'some/data' is not a file.*pip install datasets"):
         read_prompts("some/data", Letters())
 
 
-def test_a_name_that_is_no_file_is_read_with_datasets(monkeypatch):
+def test_a_name_that_is_not_a_file_is_read_with_datasets(monkeypatch):
     loaded = SimpleNamespace(load_dataset=lambda name, split: [{"prompt": f"{name} {split}"}])
     monkeypatch.setitem(sys.modules, "datasets", loaded)
     assert read_prompts("some/data", Letters(), split="test")[0].row == {"prompt": "some/data test"}

@@ -1,4 +1,4 @@
-"""Position weights, cross-entropy in pieces, distillation, the selector's loss and acceptance, against references."""
+"""Position weights, chunked cross-entropy, distillation, the selector loss and acceptance, against references."""
 
 import math
 
@@ -32,18 +32,18 @@ def test_decay_weights_are_the_published_ones():
     assert decay_weights(8, 4.0).tolist() == pytest.approx(expected)
 
 
-def test_d_pace_weights_agree_with_the_definition():
+def test_d_pace_weights_match_the_definition():
     torch.manual_seed(0)
     entropy, alpha = torch.rand(3, 5) * 3, 0.3
-    learned = torch.tensor([[1, 1, 1, 1, 1], [1, 1, 1, 0, 0], [1, 0, 0, 0, 0]], dtype=torch.bool)
-    weights = d_pace_weights(entropy, learned, alpha)
+    loss_mask = torch.tensor([[1, 1, 1, 1, 1], [1, 1, 1, 0, 0], [1, 0, 0, 0, 0]], dtype=torch.bool)
+    weights = d_pace_weights(entropy, loss_mask, alpha)
     for row in range(3):
         q = [(1 - alpha) * math.exp(-value) + alpha for value in entropy[row].tolist()]
-        last = int(learned[row].sum())
+        last = int(loss_mask[row].sum())
         for j in range(5):
             wanted = sum(math.prod(q[: m + 1]) for m in range(j, last)) if j < last else 0.0
             assert weights[row, j].item() == pytest.approx(wanted, rel=1e-5)
-    assert d_pace_weights(entropy[:1], learned[:1], 1.0).tolist() == [[5.0, 4.0, 3.0, 2.0, 1.0]]
+    assert d_pace_weights(entropy[:1], loss_mask[:1], 1.0).tolist() == [[5.0, 4.0, 3.0, 2.0, 1.0]]
 
 
 def test_d_pace_weights_pass_no_gradient():
@@ -52,7 +52,7 @@ def test_d_pace_weights_pass_no_gradient():
 
 
 @pytest.mark.parametrize("with_teacher", [False, True])
-def test_cross_entropy_in_pieces_equals_the_whole(with_teacher):
+def test_chunked_cross_entropy_equals_the_whole(with_teacher):
     torch.manual_seed(0)
     head, labels = torch.randn(11, 6), torch.randint(0, 11, (10,))
     teacher = torch.randn(10, 11)
@@ -64,8 +64,8 @@ def test_cross_entropy_in_pieces_equals_the_whole(with_teacher):
         entropy, divergence, best = cross_entropy(hidden, labels, lambda h: h @ head.T, chunk=chunk, **options)
         (entropy.sum() + 2 * divergence.sum()).backward()
         results.append((entropy, divergence, best, hidden.grad.clone()))
-    for pieces, whole in zip(*results, strict=True):
-        torch.testing.assert_close(pieces, whole)
+    for chunked, whole in zip(*results, strict=True):
+        torch.testing.assert_close(chunked, whole)
     logits = (hidden @ head.T).detach()
     torch.testing.assert_close(results[0][0].detach(), F.cross_entropy(logits, labels, reduction="none"))
     assert torch.equal(results[0][2], logits.argmax(-1))
@@ -81,8 +81,8 @@ def test_a_reduced_vocabulary_maps_both_ways():
     assert vocabulary.index[4] == -1
 
 
-def test_the_selector_is_taught_its_own_scores():
-    """The candidate with the highest taught score is the one that the selector takes; the loss is the reference's."""
+def test_the_selector_is_trained_on_its_own_scores():
+    """The candidate with the highest score is the one the selector picks; the loss matches a reference."""
     torch.manual_seed(0)
     draft = tiny_draft(version=2)
     selector, size = draft.candidate_selector, draft.config.vocab_size
@@ -90,8 +90,8 @@ def test_the_selector_is_taught_its_own_scores():
     previous = torch.randint(0, size, (6,))
     everything = torch.arange(size)
     taken = selector(hidden[:, None], logits[:, None], previous)[:, 0]
-    entropy, found = selector_cross_entropy(selector, hidden, logits, everything, previous, taken)
-    assert found.all()
+    entropy, recalled = selector_cross_entropy(selector, hidden, logits, everything, previous, taken)
+    assert recalled.all()
     for row in range(6):
         unary, candidates = logits[row].topk(selector.top_k)
         wanted = selector.predecessor_codebook[previous[row]] * selector.hidden_projection(hidden[row])
@@ -99,8 +99,8 @@ def test_the_selector_is_taught_its_own_scores():
         assert candidates[scores.argmax()] == taken[row]
         torch.testing.assert_close(entropy[row], scores.logsumexp(0) - scores.max())
     worst = logits.argmin(-1)
-    entropy, found = selector_cross_entropy(selector, hidden, logits, everything, previous, worst)
-    assert not found.any() and entropy.eq(0).all()
+    entropy, recalled = selector_cross_entropy(selector, hidden, logits, everything, previous, worst)
+    assert not recalled.any() and entropy.eq(0).all()
 
 
 def test_accepted_counts():
@@ -109,7 +109,7 @@ def test_accepted_counts():
     assert accepted_counts(candidates, labels).tolist() == [3, 1, 0, 1]
 
 
-def test_the_walk_of_the_docstring_and_sums():
+def test_the_docstring_example_of_walk_and_sums():
     assert walk([2, 0, 0, 1, 0], 5) == (5, 2)
     total = Acceptance([3, 1], 4, 5, 2)
     total += Acceptance([1, 1, 1], 1, 4, 1)
@@ -138,8 +138,8 @@ def batch_of(seed=0):
     [{}, {"distillation": 0.4}, {"weighting": "d-pace"}, {"loss_chunk": 5}, {"version": 2, "selector_weight": 0.0}],
     ids=str,
 )
-def test_the_objective_agrees_with_a_loop_over_blocks(tmp_path, changes):
-    """All anchors are used (anchors exceeds them), so the loss can be recomputed block by block without packing."""
+def test_the_objective_matches_a_loop_over_blocks(tmp_path, changes):
+    """With more anchors than positions all are used, so the loss can be recomputed block by block without packing."""
     objective, draft, target = objective_of(tmp_path, anchors=100, **changes)
     records, batch = batch_of()
     got = objective(draft, batch, step=3).loss
@@ -173,7 +173,7 @@ def test_the_objective_agrees_with_a_loop_over_blocks(tmp_path, changes):
 
 
 @pytest.mark.parametrize("version", [1, 2])
-def test_a_loss_vocabulary_that_holds_everything_changes_nothing(tmp_path, version):
+def test_a_full_loss_vocabulary_changes_nothing(tmp_path, version):
     _, batch = batch_of()
     losses = []
     for frequent in (None, torch.arange(VOCABULARY)):
@@ -190,11 +190,11 @@ def test_a_small_loss_vocabulary_still_holds_every_label(tmp_path):
     assert torch.isfinite(loss) and loss > 0.1
 
 
-def test_every_parameter_of_dflash_2_learns(tmp_path):
+def test_every_parameter_of_dflash_2_gets_a_gradient(tmp_path):
     objective, draft, _ = objective_of(tmp_path, version=2, selector_top_k=VOCABULARY)
     objective(draft, batch_of()[1], step=0).loss.backward()
-    silent = [name for name, p in draft.named_parameters() if p.grad is None or not p.grad.abs().sum() > 0]
-    assert silent == []
+    without_gradient = [name for name, p in draft.named_parameters() if p.grad is None or not p.grad.abs().sum() > 0]
+    assert without_gradient == []
 
 
 def test_anchors_depend_on_seed_step_and_record_only(tmp_path):
@@ -206,22 +206,22 @@ def test_anchors_depend_on_seed_step_and_record_only(tmp_path):
     assert any(not torch.equal(first, again._pack(batch, step=step).anchors) for step in range(6, 12))
 
 
-def test_acceptance_is_that_of_generate(tmp_path):
-    """The walk over a stored greedy response counts what decoding with the draft would."""
+def test_acceptance_matches_generate(tmp_path):
+    """The walk over a stored greedy response counts the same as decoding with the draft."""
     from hf_dflash.decoding.generate import DFlashGenerate
 
     _, draft, target = objective_of(tmp_path, block_size=4)
-    prompt, found = torch.tensor([[5, 9, 33, 17]]), []
+    prompt, stats = torch.tensor([[5, 9, 33, 17]]), []
     options = {"max_new_tokens": 40, "do_sample": False, "attention_mask": torch.ones_like(prompt)}
     text = target.model.generate(prompt, **options)
-    target.model.generate(prompt, custom_generate=DFlashGenerate(draft, stats=found.append), **options)
+    target.model.generate(prompt, custom_generate=DFlashGenerate(draft, stats=stats.append), **options)
     measured = measure_acceptance(draft, target, [(prompt[0].tolist(), text[0, 4:].tolist())], blocks_per_forward=7)
-    assert (measured.tokens, measured.rounds) == (sum(found[0].committed), found[0].rounds)
+    assert (measured.tokens, measured.rounds) == (sum(stats[0].committed), stats[0].rounds)
     assert measured.blocks == text.shape[1] - 4 - 1
 
 
-def test_the_head_never_reads_rows_with_gaps_between_them(tmp_path, monkeypatch):
-    """Blocks lie side by side, and their anchors are cut off: a view would take the CPU tens of times as long."""
+def test_the_head_gets_contiguous_rows(tmp_path, monkeypatch):
+    """Dropping the anchors of packed blocks leaves a strided view, which is tens of times slower on the CPU."""
     _, draft, target = objective_of(tmp_path, block_size=4)
     heads = []
     head = target.head

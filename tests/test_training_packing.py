@@ -1,4 +1,4 @@
-"""Anchors, packed blocks and their masks, against references written element by element."""
+"""Anchors, packed blocks and their masks, against element-wise references."""
 
 import pytest
 import torch
@@ -28,7 +28,7 @@ def packed(block_size=4):
     return ids, pack_blocks(ids, LENGTHS, [torch.tensor(row) for row in ANCHORS], block_size, mask_token_id=99)
 
 
-def test_the_example_of_the_docstring():
+def test_the_docstring_example():
     ids = torch.tensor([[10, 11, 12, 13, 14, 15]])
     blocks = pack_blocks(ids, [6], [torch.tensor([2, 4])], block_size=3, mask_token_id=99)
     assert blocks.input_ids.tolist() == [[12, 99, 99, 14, 99, 99]]
@@ -47,23 +47,23 @@ def test_anchors_are_response_tokens_with_a_successor():
     assert choose_anchors(6, 7, 512, torch.Generator()).tolist() == []
 
 
-def test_labels_are_the_tokens_at_their_positions_and_end_with_the_text():
+def test_labels_are_the_tokens_at_their_positions_up_to_the_end_of_the_text():
     ids, blocks = packed()
     for row, anchors in enumerate(ANCHORS):
         for block in range(3):
             for k in range(4):
                 at = anchors[block] + k if block < len(anchors) else None
-                learned = at is not None and k > 0 and at < LENGTHS[row]
-                assert blocks.labels[row, block, k] == (ids[row, at] if learned else IGNORED)
+                has_loss = at is not None and k > 0 and at < LENGTHS[row]
+                assert blocks.labels[row, block, k] == (ids[row, at] if has_loss else IGNORED)
 
 
-def test_nothing_to_learn_is_an_error():
-    with pytest.raises(TrainingError, match="nothing can be learned"):
+def test_nothing_to_train_on_is_an_error():
+    with pytest.raises(TrainingError, match="nothing to train on"):
         pack_blocks(torch.zeros(1, 4, dtype=torch.long), [4], [torch.tensor([], dtype=torch.long)], 4, 99)
 
 
 def reference_mask(kind: str, config, blocks) -> torch.Tensor:
-    """What each query may see, one pair at a time."""
+    """The mask of each query, one query-key pair at a time."""
     causal = dict(zip(config.layer_types, config.layer_causal, strict=True))[kind]
     c, s = blocks.context_length, blocks.block_size
     rows, total = blocks.position_ids.shape
@@ -87,7 +87,7 @@ def reference_mask(kind: str, config, blocks) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("name", KINDS)
-def test_masks_agree_with_the_reference(name):
+def test_masks_match_the_reference(name):
     config = tiny_config(sliding_window=5, **KINDS[name])
     _, blocks = packed()
     masks = attention_masks(blocks, config)
@@ -97,7 +97,7 @@ def test_masks_agree_with_the_reference(name):
 
 
 @pytest.mark.parametrize("name", KINDS)
-def test_flex_masks_agree_with_the_reference(name):
+def test_flex_masks_match_the_reference(name):
     from torch.nn.attention.flex_attention import create_mask
 
     config = tiny_config(sliding_window=5, **KINDS[name])
@@ -108,19 +108,19 @@ def test_flex_masks_agree_with_the_reference(name):
         assert torch.equal(dense, reference_mask(kind, config, blocks))
 
 
-def test_one_rule_for_each_layer_type():
+def test_layers_of_one_type_must_agree_on_causality():
     config = tiny_config(layer_types=["sliding_attention"] * 2, layer_causal=[True, False])
-    with pytest.raises(TrainingError, match="one rule for each layer type"):
+    with pytest.raises(TrainingError, match="one value per layer type"):
         attention_masks(packed()[1], config)
 
 
-# transformers compiles flex attention, which takes half a minute on a CPU: one case of it stands for all.
+# transformers compiles flex attention, which takes half a minute on a CPU, so only one case runs it.
 @pytest.mark.parametrize(
     ("version", "name", "attention"),
     [(version, name, "sdpa") for version in (1, 2) for name in KINDS] + [(1, "sliding causal", "flex_attention")],
 )
 def test_packed_blocks_equal_single_blocks(version, name, attention):
-    """Every block of a packed forward is what the draft makes of that block alone, after its own context."""
+    """Every block of a packed forward equals a forward of that block alone after its own context."""
     torch.manual_seed(0)
     config = tiny_config(version=version, sliding_window=5, initializer_range=0.2, **KINDS[name])
     draft = DFlashDraftModel(config).eval()

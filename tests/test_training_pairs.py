@@ -1,4 +1,4 @@
-"""The tiny trained pairs: real acceptance on held-out text, and the same text as without a draft."""
+"""The tiny trained pairs: real acceptance on held-out text, and the same text as without the draft."""
 
 import json
 from pathlib import Path
@@ -47,11 +47,11 @@ def test_held_out_text_is_varied_and_well_accepted(pair):
 
 def test_decoding_with_the_draft_changes_nothing_but_the_rounds(pair):
     target, draft = pair
-    found = []
+    collected = []
     for prompt in held_out_prompts(3)[:, None]:
-        fast = greedy(target, prompt, custom_generate=DFlashGenerate(draft, stats=found.append))
+        fast = greedy(target, prompt, custom_generate=DFlashGenerate(draft, stats=collected.append))
         assert torch.equal(greedy(target, prompt), fast)
-    assert sum(sum(stats.committed) for stats in found) >= 1.8 * sum(stats.rounds for stats in found)
+    assert sum(sum(stats.committed) for stats in collected) >= 1.8 * sum(stats.rounds for stats in collected)
 
 
 def test_files_are_small_and_the_tokenizer_is_shared(pair):

@@ -28,8 +28,8 @@ def target():
 
 
 def run(settings, target, **options):
-    said = []
-    return train(settings, target_model=target, tokenizer=None, tell=said.append, **options), said
+    messages = []
+    return train(settings, target_model=target, tokenizer=None, log=messages.append, **options), messages
 
 
 @pytest.fixture(scope="module")
@@ -38,12 +38,12 @@ def finished(target, tmp_path_factory):
     folder = tmp_path_factory.mktemp("finished")
     write_records(folder / "data.jsonl")
     settings = tiny_settings(folder)
-    result, said = run(settings, target)
-    return settings, result, said, folder
+    result, messages = run(settings, target)
+    return settings, result, messages, folder
 
 
-def test_a_run_leaves_a_draft_and_its_story(finished):
-    settings, result, said, folder = finished
+def test_a_run_leaves_a_draft_and_its_report(finished):
+    settings, result, messages, folder = finished
     out = folder / "run"
     assert result.steps == 4 and result.draft_folder == out / "draft" and not result.interrupted
     draft = load_draft(out / "draft")
@@ -53,8 +53,8 @@ def test_a_run_leaves_a_draft_and_its_story(finished):
     assert report["held_out_tau"] >= 1 and report["real_tau"] >= 1
     assert (out / "training.png").read_bytes().startswith(b"\x89PNG")
     assert len(json.loads((out / "held_out.json").read_text())["held_out"]) == 2
-    assert any("22 records to train on, 2 held out" in line for line in said)
-    assert any("mask token 95" in line for line in said)
+    assert any("22 training records, 2 held out" in line for line in messages)
+    assert any("mask token 95" in line for line in messages)
 
 
 def test_every_checkpoint_is_a_draft(finished):
@@ -77,16 +77,16 @@ def weights(folder):
     "changes", [{}, {"version": 2, "states": "cached", "distillation": 0.5, "loss_vocabulary": 20}], ids=str
 )
 def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(target, tmp_path, changes):
-    """Stopped by Ctrl-C after step 2 and resumed, the weights after step 4 are those of a run in one go."""
+    """Stopped by Ctrl-C after step 2 and resumed, the weights after step 4 equal those of an uninterrupted run."""
     write_records(tmp_path / "data.jsonl")
     whole = tiny_settings(tmp_path, out=str(tmp_path / "whole"), **changes)
     run(whole, target)
     pieces = tiny_settings(tmp_path, out=str(tmp_path / "pieces"), **changes)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(trainer_module, "StopOnInterrupt", interrupt_at(2))
-        result, said = run(pieces, target)
+        result, messages = run(pieces, target)
     assert result.interrupted and result.steps == 2 and result.draft_folder is None
-    assert "Go on with --resume" in said[-1]
+    assert "Continue with --resume" in messages[-1]
     result, _ = run(pieces, target, resume=True)
     assert result.steps == 4
     expected, found = weights(tmp_path / "whole/checkpoint-4"), weights(tmp_path / "pieces/checkpoint-4")
@@ -96,7 +96,7 @@ def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(target, tmp_path, ch
 
 
 def interrupt_at(step):
-    """StopOnInterrupt, with a real Ctrl-C sent to this process during one step."""
+    """StopOnInterrupt with a real Ctrl-C sent to this process during a step."""
 
     class Interrupted(trainer_module.StopOnInterrupt):
         def on_step_begin(self, args, state, control, **kwargs):
@@ -106,7 +106,7 @@ def interrupt_at(step):
     return Interrupted
 
 
-def test_the_handler_of_ctrl_c_is_given_back(target, tmp_path):
+def test_the_ctrl_c_handler_is_restored(target, tmp_path):
     write_records(tmp_path / "data.jsonl")
     before = signal.getsignal(signal.SIGINT)
     run(tiny_settings(tmp_path, max_steps=1), target)
@@ -123,7 +123,7 @@ def test_half_written_checkpoints_are_not_resumed_from(tmp_path):
     assert last_complete_checkpoint(tmp_path / "nowhere") is None
 
 
-def test_a_wrong_folder_is_told_before_anything_is_written(finished, target, tmp_path):
+def test_a_wrong_folder_is_rejected_before_anything_is_written(finished, target, tmp_path):
     settings, _, _, folder = finished
     with pytest.raises(TrainingError, match="already holds checkpoints"):
         run(settings, target)
@@ -155,18 +155,18 @@ def test_a_disk_that_fills_up_during_a_run_leaves_the_last_checkpoint(target, tm
     assert last_complete_checkpoint(tmp_path / "run").name == "checkpoint-2"
 
 
-def test_a_warm_start_goes_on(finished, target, tmp_path):
+def test_a_warm_start_continues_from_the_draft(finished, target, tmp_path):
     write_records(tmp_path / "data.jsonl")
-    _, said = run(
+    _, messages = run(
         tiny_settings(tmp_path, warm_start=str(finished[1].draft_folder), max_steps=1, learning_rate=0.0), target
     )
-    assert any("Going on from" in line for line in said)
+    assert any("Starting from" in line for line in messages)
     before, after = weights(finished[1].draft_folder), weights(tmp_path / "run/draft")
     assert all(torch.equal(before[name], after[name]) for name in before)
 
 
 def test_training_learns(target, tmp_path):
-    """On one text, repeated, the draft comes to know it: chance would accept 1 of 96 candidates."""
+    """Trained on one repeated text, the draft learns it; chance would accept 1 of 96 candidates."""
     ids = [2 + n % 7 for n in range(30)]
     line = json.dumps({"prompt_ids": ids[:5], "response_ids": ids[5:]}) + "\n"
     (tmp_path / "data.jsonl").write_text(line * 8)
@@ -245,7 +245,7 @@ def test_each_layout_is_recognized_as_itself(tmp_path):
     assert speculators_config(config, "bfloat16")["aux_hidden_state_layer_ids"] == [1, 3]
 
 
-def test_what_a_layout_cannot_say_is_an_error():
+def test_what_a_layout_cannot_express_is_an_error():
     causal = tiny_config(layer_causal=[True, True])
     with pytest.raises(TrainingError, match="no key for causal full-attention"):
         speculators_config(causal, "bfloat16")
@@ -267,7 +267,7 @@ def test_the_authors_package_runs_the_zlab_layout(tmp_path, network):
     torch.testing.assert_close(found, draft(block, taps).last_hidden_state, rtol=1e-5, atol=1e-5)
 
 
-def test_saving_is_all_or_nothing(tmp_path, monkeypatch):
+def test_saving_is_atomic(tmp_path, monkeypatch):
     draft = DFlashDraftModel(tiny_config())
     save_draft(draft, tmp_path / "d", extra={"note.txt": "first"})
 
@@ -304,7 +304,7 @@ def command_line(*arguments):
 
 
 def test_the_command_line_from_prompts_to_a_draft(target, tmp_path):
-    """Flags go before the YAML file, and the YAML file before the defaults."""
+    """Flags override the YAML file, and the YAML file overrides the defaults."""
     tokenizers = pytest.importorskip("tokenizers")
     from transformers import PreTrainedTokenizerFast
 

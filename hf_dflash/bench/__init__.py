@@ -1,4 +1,1 @@
-"""Measuring.
-
-Owns: the methods to compare, the prompt sets, the interleaved run and its report. Does not know: the command line.
-"""
+"""Benchmarks: the methods to compare, the interleaved runs, and the report."""

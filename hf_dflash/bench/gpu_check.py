@@ -1,10 +1,8 @@
-"""One prepared run for a GPU that is lent for minutes: how long a round takes, in plain tokens.
+"""A benchmark of minutes for a GPU: the cost of a decoding round relative to a plain token.
 
-Owns: models with random weights at the published shapes, and the measurement by block size and context length. Does not
-know: real checkpoints; nothing is downloaded.
-
-A random draft is never accepted, so every round commits one token; what is measured is the cost of a round. With a
-trained draft the speed-up over plain generate is tau divided by the ratio given here.
+Uses models with random weights at the published shapes, so nothing is downloaded, and measures by block size and
+context length. A random draft is never accepted, so every round commits one token and only its cost is measured. With
+a trained draft, the speed-up over plain generate is tau divided by the ratio reported here.
 """
 
 import time
@@ -56,10 +54,10 @@ class Check:
     """What to measure.
 
     Attributes:
-        shapes: names of `SHAPES`.
-        block_sizes, contexts: tokens.
-        device, dtype: where and in what.
-        limit: seconds after which no further cell is begun.
+        shapes: names in `SHAPES`.
+        block_sizes, contexts: in tokens.
+        device, dtype: of both models.
+        limit: seconds after which no new cell is started.
     """
 
     shapes: list[str] = field(default_factory=lambda: ["qwen3-4b", "qwen3-8b"])
@@ -70,33 +68,33 @@ class Check:
     limit: float = 240.0
 
 
-def check(plan: Check, say: Callable[[str], None] = lambda text: None) -> list[dict[str, Any]]:
-    """Measure every cell that fits in the time; one row each, see `_cell`.
+def check(plan: Check, log: Callable[[str], None] = lambda text: None) -> list[dict[str, Any]]:
+    """Measure as many cells as the time limit allows and return a row for each, see `_cell`.
 
     Raises:
-        UnsupportedOptionError: an unknown shape, or no such device.
+        UnsupportedOptionError: unknown shape, or the device is not available.
     """
     if unknown := [name for name in plan.shapes if name not in SHAPES]:
-        raise UnsupportedOptionError(f"There are no shapes {unknown}; choose from {', '.join(SHAPES)}.")
+        raise UnsupportedOptionError(f"Unknown shapes {unknown}; choose from {', '.join(SHAPES)}.")
     if plan.device.startswith("cuda") and not torch.cuda.is_available():
-        raise UnsupportedOptionError("The GPU check needs a CUDA device, and torch sees none.")
+        raise UnsupportedOptionError("The GPU check needs a CUDA device, but torch finds none.")
     end = time.monotonic() + plan.limit
-    return list(_cells(plan, end, say))
+    return list(_cells(plan, end, log))
 
 
-def _cells(plan: Check, end: float, say: Callable[[str], None]) -> Iterator[dict[str, Any]]:
+def _cells(plan: Check, end: float, log: Callable[[str], None]) -> Iterator[dict[str, Any]]:
     for shape in plan.shapes:
         if time.monotonic() > end:
-            say(f"{shape} is left out: the time is up")
+            log(f"{shape} skipped: time limit reached")
             continue
-        say(f"making {shape} with random weights")
+        log(f"creating {shape} with random weights")
         target, draft = random_pair(shape, max(plan.block_sizes), plan.device, plan.dtype)
         for context in plan.contexts:
             ids = torch.randint(0, target.config.vocab_size, (1, context), device=target.device)
             plain = None
             for block_size in plan.block_sizes:
                 if time.monotonic() > end:
-                    say(f"{shape}, context {context}, block {block_size} is left out: the time is up")
+                    log(f"{shape}, context {context}, block {block_size} skipped: time limit reached")
                     continue
                 plain = plain or plain_seconds(target, ids)
                 yield _cell(target, draft, ids, block_size, plain) | {"shape": shape}
@@ -108,7 +106,7 @@ def _cells(plan: Check, end: float, say: Callable[[str], None]) -> Iterator[dict
 def _cell(
     target: PreTrainedModel, draft: DFlashDraftModel, ids: torch.LongTensor, block_size: int, plain: float
 ) -> dict[str, Any]:
-    """Seconds of a round and of its phases, and how many plain tokens that is."""
+    """Measure the time of a round and of its phases, and its ratio to a plain token."""
     best: DFlashStatistics | None = None
     for _ in range(REPEATS):
         kept: list[DFlashStatistics] = []
@@ -135,7 +133,7 @@ def _round_seconds(statistics: DFlashStatistics) -> float:
 
 
 def plain_seconds(target: PreTrainedModel, ids: torch.LongTensor) -> float:
-    """Seconds of one plain token: the time of `TOKENS` tokens less that of one, each the best of several."""
+    """Measure seconds per plain token: the time of `TOKENS` tokens minus that of one, each the best of `REPEATS`."""
 
     def timed(tokens: int) -> float:
         times = []
@@ -158,7 +156,7 @@ def _synchronize(target: PreTrainedModel) -> None:
 def random_pair(
     shape: str, block_size: int, device: str, dtype: torch.dtype
 ) -> tuple[PreTrainedModel, DFlashDraftModel]:
-    """A Qwen3 target and a draft with random weights, never stopping at an end-of-text token."""
+    """Create a Qwen3 target (without EOS token) and a draft, both with random weights."""
     sizes = {**QWEN3, **SHAPES[shape]}
     taps, mask, draft_layers = sizes.pop("taps"), sizes.pop("mask_token_id"), sizes.pop("draft_layers")
     rope = {"rope_type": "default", "rope_theta": 1e6}
@@ -183,16 +181,16 @@ def random_pair(
 
 
 def table(rows: list[dict[str, Any]]) -> str:
-    """The rows as a Markdown table."""
+    """Format the rows as a Markdown table."""
     head = "| shape | context | block | plain token, ms | round, ms | round / plain token | propose | verify |"
     lines = [head, "|" + " --- |" * 8]
     for row in rows:
-        figures = [
+        values = [
             row["plain_token_ms"],
             row["round_ms"],
             row["ratio"],
             *map(row["phases_ms"].get, ("propose", "verify")),
         ]
-        cells = [row["shape"], str(row["context"]), str(row["block_size"]), *(f"{figure:.2f}" for figure in figures)]
+        cells = [row["shape"], str(row["context"]), str(row["block_size"]), *(f"{value:.2f}" for value in values)]
         lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines) + "\n"

@@ -1,7 +1,4 @@
-"""Under which conditions something was measured.
-
-Owns: naming the machine, the versions and the commit. Does not know: what was measured.
-"""
+"""The conditions of a measurement: machine, versions and commit."""
 
 import os
 import platform
@@ -20,7 +17,7 @@ PACKAGES = ("torch", "transformers", "accelerate", "dflash", "bitsandbytes", "gp
 
 
 def conditions() -> dict[str, Any]:
-    """Versions, machine, commit, time and command line, in JSON's types."""
+    """Return versions, machine, commit, time and command line, as JSON-serializable types."""
     return {
         "hf_dflash": __version__,
         "commit": commit(),
@@ -44,7 +41,7 @@ def _version(name: str) -> str | None:
 
 
 def processor() -> str:
-    """The processor's name, as far as the system tells."""
+    """Return the processor's name, as far as the system reports it."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:
@@ -54,7 +51,7 @@ def processor() -> str:
 
 
 def commit() -> str | None:
-    """The checkout's commit, with `+` behind it when files differ from it; None outside of a checkout."""
+    """Return the checkout's commit, with a trailing `+` if tracked files differ from it; None outside a checkout."""
     folder = Path(__file__).parent
 
     def git(*arguments: str) -> str | None:

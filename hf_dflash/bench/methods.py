@@ -1,7 +1,4 @@
-"""The ways of decoding that are compared.
-
-Owns: how each is called. Does not know: prompts, timing, reports.
-"""
+"""The decoding methods that a benchmark compares, with a common interface."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -19,7 +16,7 @@ Decoded = tuple[torch.LongTensor, DFlashStatistics | None]
 
 
 class MethodUnavailable(Exception):
-    """A method cannot run with this pair on this machine; the message says why."""
+    """A method cannot run with this pair on this machine; the message gives the reason."""
 
 
 @dataclass(frozen=True)
@@ -29,7 +26,7 @@ class Method:
     Attributes:
         name: as on the command line.
         decode: `(inputs, arguments of generate) -> (ids (1, length), statistics or None)`.
-        same_seed: whether sampled text must equal plain generate's with the same seed.
+        same_seed: whether sampled text must equal plain generate's for the same seed.
     """
 
     name: str
@@ -38,16 +35,16 @@ class Method:
 
 
 def make_method(name: str, pair: Pair) -> Method:
-    """The method of a name of `METHODS`, or `dflash-bN` for blocks of N tokens.
+    """Make a method by its name in `METHODS`, or `dflash-bN` for block size N.
 
     Raises:
-        UnsupportedOptionError: no such name.
-        MethodUnavailable: it cannot run here.
+        UnsupportedOptionError: unknown name.
+        MethodUnavailable: the method cannot run here.
     """
     if name.startswith("dflash-b") and name.removeprefix("dflash-b").isdigit():
         return _dflash(pair, name, int(name.removeprefix("dflash-b")))
     if name not in METHODS:
-        raise UnsupportedOptionError(f"There is no method '{name}'; choose from {', '.join(METHODS)}, dflash-bN.")
+        raise UnsupportedOptionError(f"Unknown method '{name}'; choose from {', '.join(METHODS)}, dflash-bN.")
     return METHODS[name](pair)
 
 
@@ -59,7 +56,7 @@ def _plain(pair: Pair) -> Method:
 
 def _plain_compiled(pair: Pair) -> Method:
     if pair.target.device.type != "cuda":
-        raise MethodUnavailable("generate compiles the static cache's forward on CUDA only")
+        raise MethodUnavailable("generate compiles the static cache's forward only on CUDA")
     return Method(
         "plain-compiled",
         lambda inputs, arguments: (pair.target.generate(**inputs, **arguments, cache_implementation="static"), None),
@@ -74,9 +71,9 @@ def _prompt_lookup(pair: Pair) -> Method:
 
 
 def _native(pair: Pair) -> Method:
-    """transformers' own DFlash path, reached below our dispatch."""
+    """transformers' own DFlash path, bypassing our dispatch."""
     if pair.draft.config.dflash_version != 1:
-        raise MethodUnavailable("transformers' own path knows DFlash 1 only")
+        raise MethodUnavailable("transformers' own path supports only DFlash 1")
     plain_generate = GenerationMixin.generate.__wrapped__
 
     def decode(inputs: BatchEncoding, arguments: dict[str, Any]) -> Decoded:
@@ -87,16 +84,16 @@ def _native(pair: Pair) -> Method:
 
 
 def _authors(pair: Pair) -> Method:
-    """The loop of the authors' package `dflash`, on the same checkpoint."""
+    """The decoding loop of the authors' `dflash` package, on the same checkpoint."""
     if find_spec("dflash") is None:
-        raise MethodUnavailable("the package dflash is not installed")
+        raise MethodUnavailable("the dflash package is not installed")
     from dflash.model import DFlash2DraftModel, DFlashDraftModel
 
     network = DFlash2DraftModel if pair.draft.config.dflash_version == 2 else DFlashDraftModel
     try:
         draft = network.from_pretrained(pair.draft_name, dtype=pair.draft.dtype).to(pair.target.device).eval()
     except (KeyError, ValueError, TypeError, AttributeError, OSError) as error:
-        raise MethodUnavailable(f"the package dflash does not load {pair.draft_name}: {error}") from error
+        raise MethodUnavailable(f"the dflash package cannot load {pair.draft_name}: {error}") from error
 
     def decode(inputs: BatchEncoding, arguments: dict[str, Any]) -> Decoded:
         stops = pair.target.generation_config.eos_token_id

@@ -1,8 +1,4 @@
-"""Results as pictures.
-
-Owns: three plots (speed-up by method, acceptance by position, where the time of a round goes). Does not know: how rows
-were measured.
-"""
+"""Plots of benchmark results: speed-up by method, acceptance by position, time of a round by phase."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -16,7 +12,7 @@ WIDTH, HEIGHT = 8.0, 4.5
 
 
 def draw_all(rows: list[Row], folder: Path) -> list[Path]:
-    """Draw what the rows have figures for; the files that were written.
+    """Draw every plot that the rows have data for and return the paths.
 
     Raises:
         MissingPackageError: matplotlib is not installed.
@@ -46,7 +42,7 @@ def _draw(path: Path, rows: list[Row], fill: Callable[[Any, list[Row]], None]) -
 
 
 def _label(row: Row, rows: list[Row]) -> str:
-    """What tells a row's setting from the others': pair, prompts and temperature, as far as they differ."""
+    """Return a label for the row's setting: prompts and temperature, and the pair if there are several."""
     parts = [f"{row.prompt_set}, T = {row.temperature:g}"]
     if len({(each.target, each.draft) for each in rows}) > 1:
         parts.insert(0, f"{Path(row.target).name} + {Path(row.draft).name}")
@@ -54,7 +50,7 @@ def _label(row: Row, rows: list[Row]) -> str:
 
 
 def _speed_up(axes: Any, rows: list[Row]) -> None:
-    """Grouped bars: one group per setting, one bar per method, whiskers at the quartiles."""
+    """Draw grouped bars: one group per setting, one bar per method, whiskers at the quartiles."""
     settings = list(dict.fromkeys(_label(row, rows) for row in rows))
     methods = list(dict.fromkeys(row.method for row in rows if row.method != "plain"))
     width = 0.8 / max(len(methods), 1)
@@ -74,11 +70,11 @@ def _speed_up(axes: Any, rows: list[Row]) -> None:
 
 
 def _acceptance(axes: Any, rows: list[Row]) -> None:
-    """A line per setting, for its longest block: share of the rounds that accepted at least so many candidates."""
+    """Draw a line per setting, for its longest block: fraction of rounds that accepted at least k candidates."""
     longest: dict[str, Row] = {}
     for row in rows:
-        known = longest.get(_label(row, rows))
-        if known is None or len(row.acceptance_by_position) > len(known.acceptance_by_position):
+        best = longest.get(_label(row, rows))
+        if best is None or len(row.acceptance_by_position) > len(best.acceptance_by_position):
             longest[_label(row, rows)] = row
     for row in longest.values():
         positions = range(1, len(row.acceptance_by_position) + 1)
@@ -87,12 +83,12 @@ def _acceptance(axes: Any, rows: list[Row]) -> None:
     axes.set_ylim(0, 1)
     axes.xaxis.get_major_locator().set_params(integer=True)
     axes.set_xlabel("position in the block")
-    axes.set_ylabel("share of rounds accepted up to here")
+    axes.set_ylabel("fraction of rounds accepted up to here")
     axes.legend(frameon=False, fontsize="small")
 
 
 def _round(axes: Any, rows: list[Row]) -> None:
-    """A stacked bar per row: share of a call's time by phase."""
+    """Draw a stacked bar per row: the call's time by phase."""
     labels = [f"{row.method}\n{_label(row, rows)}" for row in rows]
     left = [0.0] * len(rows)
     for phase in (*PHASES, "rest"):

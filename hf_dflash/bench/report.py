@@ -1,8 +1,4 @@
-"""Results as files.
-
-Owns: the JSON file that keeps everything, and the CSV file and the Markdown table made from it. Does not know: how
-anything was measured, what plots look like.
-"""
+"""Benchmark results as files: the JSON file that holds everything, and the CSV file and Markdown table made from it."""
 
 import csv
 import json
@@ -18,13 +14,13 @@ from hf_dflash.files import atomic_write
 
 @dataclass
 class Results:
-    """Everything about one benchmark.
+    """All results of a benchmark.
 
     Attributes:
         conditions: machine, versions, commit.
         settings: dtype, tokens per prompt, repeats and so on.
-        left_out: why methods or pairs did not run.
-        runs: every run.
+        left_out: methods or pairs that did not run, with the reason.
+        runs: all runs.
     """
 
     conditions: dict[str, Any]
@@ -33,25 +29,25 @@ class Results:
     runs: list[Run]
 
     def write_json(self, path: Path) -> None:
-        """Write all of it, a line per run, or leave the file as it was; figures that are no number become null."""
-        known = without_nan(asdict(self))
-        runs = known.pop("runs")
-        head = json.dumps(known, indent=1, ensure_ascii=False).removesuffix("\n}")
+        """Write everything atomically, one line per run; NaN and infinity become null."""
+        values = without_nan(asdict(self))
+        runs = values.pop("runs")
+        head = json.dumps(values, indent=1, ensure_ascii=False).removesuffix("\n}")
         lines = ",\n".join(f"  {json.dumps(run, ensure_ascii=False)}" for run in runs)
         atomic_write(path, f'{head},\n "runs": [\n{lines}\n ]\n}}\n')
 
     @classmethod
     def read_json(cls, path: Path) -> "Results":
         """Read what `write_json` wrote."""
-        known = json.loads(path.read_text(encoding="utf-8"))
-        return cls(**{**known, "runs": [Run(**run) for run in known["runs"]]})
+        values = json.loads(path.read_text(encoding="utf-8"))
+        return cls(**{**values, "runs": [Run(**run) for run in values["runs"]]})
 
     def rows(self) -> list[Row]:
         return summarize(self.runs)
 
 
 def without_nan(value: Any) -> Any:
-    """The same with None in place of each NaN and infinity, which JSON does not have."""
+    """Replace NaN and infinity, which JSON does not have, by None."""
     if isinstance(value, float) and not math.isfinite(value):
         return None
     if isinstance(value, dict):
@@ -62,7 +58,7 @@ def without_nan(value: Any) -> Any:
 
 
 def write_csv(rows: list[Row], path: Path) -> None:
-    """One line per row; lists and tables within a row as JSON."""
+    """Write one line per row, with lists and dicts as JSON."""
     with open(path, "w", newline="", encoding="utf-8") as file:
         writer = csv.writer(file)
         writer.writerow([each.name for each in fields(Row)])
@@ -72,7 +68,7 @@ def write_csv(rows: list[Row], path: Path) -> None:
 
 
 def markdown_table(rows: list[Row]) -> str:
-    """The rows as a table; pairs are named only if there are several."""
+    """Format the rows as a Markdown table, naming the pair only if there are several."""
     several = len({(row.target, row.draft) for row in rows}) > 1
     head = ["pair"] * several + ["prompts", "T", "method", "tokens/s", "speed-up (quartiles)", "tau", "speed-up / tau"]
     lines = [[*head, "same ids as plain"]]
@@ -93,24 +89,24 @@ def _cells(row: Row) -> list[str]:
         "1" if plain else f"{row.speed_up:.2f} ({row.speed_up_low:.2f} to {row.speed_up_high:.2f})",
         "-" if row.tau is None else f"{row.tau:.2f}",
         "-" if row.efficiency is None or plain else f"{row.efficiency:.2f}",
-        _sameness(row),
+        _agreement(row),
     ]
 
 
-def _sameness(row: Row) -> str:
+def _agreement(row: Row) -> str:
     if not row.compared:
         return "-"
-    ties = f", {row.near_ties} part within rounding" if row.near_ties else ""
+    ties = f", {row.near_ties} differ within numerical tolerance" if row.near_ties else ""
     return f"{row.same} of {row.compared}{ties}"
 
 
 def conditions_line(results: Results) -> str:
-    """Where and with what it was measured, in one sentence for a reader."""
-    known, packages = results.conditions, results.conditions["packages"]
-    where = known["gpu"] or f"{known['processor']}, {known['threads']} threads"
+    """Describe hardware, settings and versions in one sentence."""
+    conditions, packages = results.conditions, results.conditions["packages"]
+    hardware = conditions["gpu"] or f"{conditions['processor']}, {conditions['threads']} threads"
     versions = ", ".join(f"{name} {number}" for name, number in packages.items() if name in ("torch", "transformers"))
     settings = results.settings
     return (
-        f"{where}; {settings['dtype']}; {settings['max_new_tokens']} new tokens per prompt, batch 1, "
-        f"medians over prompts; {versions}; commit {known['commit']}, {known['time'][:10]}."
+        f"{hardware}; {settings['dtype']}; {settings['max_new_tokens']} new tokens per prompt, batch 1, "
+        f"medians over prompts; {versions}; commit {conditions['commit']}, {conditions['time'][:10]}."
     )

@@ -1,11 +1,8 @@
-"""The measurement itself.
+"""Run the benchmark: timing, counting target forwards, and comparing each text with plain generate's.
 
-Owns: the order of the runs, timing, counting the target's forwards, comparing each text with plain generate's. Does not
-know: what a method does, how results are summed up or shown.
-
-All methods run in one process and take turns on each prompt, so that a machine that slows down slows all of them.
-`plain` always runs. A forward is counted where the target's top module is called, so every method's acceptance length
-is measured alike.
+All methods run in one process and take turns on each prompt, so a machine that slows down affects all of them. `plain`
+always runs. A forward is counted when the target's top-level module is called, so the acceptance length is measured
+the same way for every method.
 """
 
 import time
@@ -28,18 +25,18 @@ WARM_UP_TOKENS = 16
 
 @dataclass
 class Run:
-    """One text, decoded by one method.
+    """One prompt decoded by one method.
 
     Attributes:
         target, draft, method, prompt_set, prompt, temperature, repeat: what was run.
-        new_tokens: tokens written.
-        seconds: wall-clock time of the whole call, prefill included.
-        forwards: calls of the target, prefill included.
-        peak_memory: bytes allocated on the GPU at the most during the call; None on the CPU.
-        same: whether the ids equal plain generate's; None for plain itself and for methods that draw other random
+        new_tokens: number of generated tokens.
+        seconds: wall-clock time of the whole call, including the prefill.
+        forwards: target forwards, including the prefill.
+        peak_memory: peak GPU memory allocated during the call, in bytes; None on the CPU.
+        same: whether the ids equal plain generate's; None for plain itself and for methods that draw different random
             numbers.
-        comparison: more about a difference.
-        statistics: figures of our loop; None for other methods.
+        comparison: details of a difference.
+        statistics: statistics of our loop; None for other methods.
     """
 
     target: str
@@ -63,8 +60,7 @@ class Run:
 
     @property
     def tau(self) -> float | None:
-        """Tokens per forward behind the prefill, which itself yields one token; None where there was only the
-        prefill."""
+        """Tokens per forward after the prefill, which itself yields one token; None if there was only the prefill."""
         return (self.new_tokens - 1) / (self.forwards - 1) if self.forwards > 1 else None
 
 
@@ -73,13 +69,13 @@ class Plan:
     """What to run with every pair.
 
     Attributes:
-        methods: names, see `hf_dflash.bench.methods`; `plain` is added in front.
+        methods: names, see `hf_dflash.bench.methods`; `plain` always comes first.
         prompts: the prompts of all sets.
         temperatures: 0 for greedy.
         max_new_tokens: per prompt.
-        repeats: how often everything is run.
+        repeats: number of times everything is run.
         seed: set before every run, so that sampled texts can be compared.
-        raw: prompts go in without the chat template.
+        raw: use the prompts without the chat template.
     """
 
     methods: list[str]
@@ -94,12 +90,12 @@ class Plan:
         return ["plain", *(name for name in self.methods if name != "plain")]
 
     def count(self) -> int:
-        """Runs with one pair, if every method runs there."""
+        """Number of runs with one pair, if every method can run."""
         return len(self.names()) * len(self.prompts) * len(self.temperatures) * self.repeats
 
 
 def methods_of(plan: Plan, pair: Pair) -> tuple[list[Method], dict[str, str]]:
-    """A plan's methods with one pair, and for each method that does not run here the reason why."""
+    """Return the plan's methods for one pair, and the reason for each method that cannot run here."""
     methods, left_out = [], {}
     for name in plan.names():
         try:
@@ -117,19 +113,19 @@ def run_pair(
     Args:
         pair: target, tokenizer, draft.
         plan: what to run.
-        methods: the methods that run here, `plain` first.
-        advance: told about each run when it is over.
+        methods: the methods that can run here, `plain` first.
+        advance: called with a description after each run.
 
     Yields:
-        the runs of one prompt, one per method, when all of them are over: who stops in the middle holds whole prompts.
+        the runs of one prompt, one per method, once all are done, so that an interrupted benchmark has whole prompts.
     """
     _warm_up(pair, plan, methods)
     for repeat in range(plan.repeats):
         for temperature in plan.temperatures:
             for number, prompt in enumerate(plan.prompts):
-                # The order turns by one with each prompt, so that no method always runs behind the same other one.
-                turn = (number + repeat) % len(methods)
-                order = methods[turn:] + methods[:turn]
+                # Rotate the order with each prompt, so that no method always runs after the same other one.
+                first = (number + repeat) % len(methods)
+                order = methods[first:] + methods[:first]
                 yield _run_prompt(pair, plan, order, prompt, temperature, repeat, advance)
 
 
@@ -138,7 +134,7 @@ def _inputs(pair: Pair, plan: Plan, prompt: Prompt) -> BatchEncoding:
 
 
 def _warm_up(pair: Pair, plan: Plan, methods: list[Method]) -> None:
-    """Let each method run once, shortly: the first call of anything is slower than those after it."""
+    """Run each method once, briefly, because the first call is slower than later ones."""
     inputs = _inputs(pair, plan, plan.prompts[0])
     for method in methods:
         for temperature in plan.temperatures:
@@ -154,7 +150,7 @@ def _run_prompt(
     repeat: int,
     advance: Callable[[str], None],
 ) -> list[Run]:
-    """Each method once on one prompt, then the comparison of their texts with plain generate's."""
+    """Run each method once on one prompt, then compare the texts with plain generate's."""
     inputs = _inputs(pair, plan, prompt)
     arguments = {"max_new_tokens": plan.max_new_tokens, **sampling_arguments(temperature)}
     texts: dict[str, torch.Tensor] = {}
@@ -174,19 +170,19 @@ def _run_prompt(
         advance(f"{prompt.name} {method.name}")
     for method in methods:
         if method.name != "plain" and (method.same_seed or temperature == 0):
-            found = compare_texts(pair.target, inputs, texts["plain"], texts[method.name], seed=plan.seed, **arguments)
-            runs[method.name].same, runs[method.name].comparison = found.same, _told(found)
+            result = compare_texts(pair.target, inputs, texts["plain"], texts[method.name], seed=plan.seed, **arguments)
+            runs[method.name].same, runs[method.name].comparison = result.same, _difference(result)
     return list(runs.values())
 
 
-def _told(found: Comparison) -> dict[str, Any] | None:
-    return None if found.same else asdict(found)
+def _difference(comparison: Comparison) -> dict[str, Any] | None:
+    return None if comparison.same else asdict(comparison)
 
 
 def _measure(
     pair: Pair, method: Method, inputs: BatchEncoding, arguments: dict[str, Any], seed: int
 ) -> tuple[torch.Tensor, dict[str, Any]]:
-    """Decode once; the `(length,)` ids on the CPU and the measured fields of a `Run`."""
+    """Decode once and return the `(length,)` ids on the CPU and the measured fields of a `Run`."""
     on_gpu = pair.target.device.type == "cuda"
     if on_gpu:
         torch.cuda.synchronize()
@@ -203,18 +199,18 @@ def _measure(
         "seconds": seconds,
         "forwards": count["forwards"],
         "peak_memory": torch.cuda.max_memory_allocated() if on_gpu else None,
-        "statistics": _figures(statistics) if statistics else None,
+        "statistics": _summary(statistics) if statistics else None,
     }
 
 
-def _figures(statistics: DFlashStatistics) -> dict[str, Any]:
-    """What is kept of a call: all figures but the list with an entry per round, which `histogram` sums up."""
+def _summary(statistics: DFlashStatistics) -> dict[str, Any]:
+    """Return the statistics to store: all but the per-round list, which `histogram` summarizes."""
     return {name: value for name, value in statistics.as_dict().items() if name != "committed"}
 
 
 @contextmanager
 def _counting(target: torch.nn.Module) -> Iterator[dict[str, int]]:
-    """Count the calls of a module within the block."""
+    """Count the forward calls of a module inside the context."""
     count = {"forwards": 0}
 
     def add(*_: Any) -> None:

@@ -1,12 +1,8 @@
-"""Many runs as a few rows.
-
-Owns: what a median, a spread, an acceptance length of many prompts is. Does not know: how the runs came about or how
-rows look.
-"""
+"""Aggregate benchmark runs into rows: medians, quartiles, and the acceptance length over many prompts."""
 
 import statistics
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from hf_dflash.bench.runner import Run
@@ -21,18 +17,18 @@ class Row:
 
     Attributes:
         target, draft, prompt_set, temperature, method: what was run.
-        prompts: how many different prompts.
+        prompts: number of distinct prompts.
         tokens_per_second: median over the prompts, each the median of its repeats.
         speed_up: median over the prompts of this method's tokens per second over plain's on the same prompt and repeat.
-        speed_up_low, speed_up_high: quartiles of the same.
-        tau: tokens behind the prefill over forwards behind it, all runs together.
+        speed_up_low, speed_up_high: its quartiles.
+        tau: tokens after the prefill over forwards after it, summed over all runs.
         efficiency: speed_up / tau.
-        compared, same, near_ties: runs compared with plain generate, those with the same ids, and those that part where
-            rounding explains it.
-        peak_memory: largest of all runs, in bytes; None on the CPU.
-        acceptance_by_position: share of rounds that accepted at least that many candidates; empty for methods without
-            statistics.
-        time_shares: share of the call by phase, `rest` included; empty likewise.
+        compared, same, near_ties: number of runs compared with plain generate, of those with the same ids, and of those
+            that differ within numerical tolerance.
+        peak_memory: maximum over all runs, in bytes; None on the CPU.
+        acceptance_by_position: fraction of rounds that accepted at least that many candidates; empty for methods
+            without statistics.
+        time_shares: fraction of the call's time by phase, including `rest`; empty for methods without statistics.
     """
 
     target: str
@@ -56,24 +52,24 @@ class Row:
 
 
 def summarize(runs: list[Run]) -> list[Row]:
-    """One row per target, draft, prompt set, temperature and method, each in the order in which it first ran."""
+    """Return one row per target, draft, prompt set, temperature and method, each in order of first appearance."""
     groups: dict[Key, list[Run]] = defaultdict(list)
     for run in runs:
         groups[run.target, run.draft, run.prompt_set, run.temperature, run.method].append(run)
-    plain = {_place(run): run.tokens_per_second for run in runs if run.method == "plain"}
+    plain = {_run_key(run): run.tokens_per_second for run in runs if run.method == "plain"}
     settings = dict.fromkeys(key[:4] for key in groups)
     methods = dict.fromkeys(run.method for run in runs)
     keys = [(*setting, method) for setting in settings for method in methods if (*setting, method) in groups]
     return [_row(key, groups[key], plain) for key in keys]
 
 
-def _place(run: Run) -> tuple:
+def _run_key(run: Run) -> tuple:
     return run.target, run.draft, run.prompt_set, run.prompt, run.temperature, run.repeat
 
 
 def _row(key: Key, runs: list[Run], plain: dict[tuple, float]) -> Row:
     target, draft, prompt_set, temperature, method = key
-    speed_ups = per_prompt(runs, lambda run: run.tokens_per_second / plain[_place(run)])
+    speed_ups = per_prompt(runs, lambda run: run.tokens_per_second / plain[_run_key(run)])
     speed_up = statistics.median(speed_ups)
     low, high = quartiles(speed_ups)
     forwards = sum(run.forwards - 1 for run in runs)
@@ -102,16 +98,16 @@ def _row(key: Key, runs: list[Run], plain: dict[tuple, float]) -> Row:
     )
 
 
-def per_prompt(runs: list[Run], figure) -> list[float]:
-    """A figure of each prompt: the median of its repeats."""
+def per_prompt(runs: list[Run], metric: Callable[[Run], float]) -> list[float]:
+    """Return a metric for each prompt: the median over its repeats."""
     by_prompt: dict[str, list[float]] = defaultdict(list)
     for run in runs:
-        by_prompt[run.prompt].append(figure(run))
+        by_prompt[run.prompt].append(metric(run))
     return [statistics.median(values) for values in by_prompt.values()]
 
 
 def quartiles(values: list[float]) -> tuple[float, float]:
-    """First and third quartile; the value itself where there is only one."""
+    """Return the first and third quartile, or the value itself if there is only one."""
     if len(values) < 2:
         return values[0], values[0]
     first, _, third = statistics.quantiles(values, n=4, method="inclusive")
@@ -119,9 +115,9 @@ def quartiles(values: list[float]) -> tuple[float, float]:
 
 
 def acceptance_by_position(runs: Iterable[Run]) -> list[float]:
-    """Entry i - 1: share of all rounds that accepted at least i candidates.
+    """Return in entry i - 1 the fraction of all rounds that accepted at least i candidates.
 
-    Rounds with a shorter block at the end of a text count as not having accepted the positions they lack.
+    In rounds with a shorter block at the end of a text, the missing positions count as not accepted.
     """
     histograms = [run.statistics["histogram"] for run in runs if run.statistics]
     length = max((len(histogram) for histogram in histograms), default=0)
@@ -131,7 +127,7 @@ def acceptance_by_position(runs: Iterable[Run]) -> list[float]:
 
 
 def time_shares(runs: Iterable[Run]) -> dict[str, float]:
-    """Share of the calls' time by phase, all runs together."""
+    """Return the fraction of the calls' time by phase, summed over all runs."""
     seconds = [run.statistics["seconds"] for run in runs if run.statistics]
     total = sum(each["total"] for each in seconds)
     return {phase: sum(each[phase] for each in seconds) / total for phase in (*PHASES, "rest")} if total else {}

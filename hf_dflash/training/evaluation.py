@@ -1,10 +1,8 @@
-"""How much of a text a draft would have had accepted.
+"""How many of a draft's candidates a stored response would have accepted.
 
-Owns: proposing at every position of a stored response, acceptance by block position, and tau by walking through the
-response as decoding does.
-
-Does not know: training, `generate`. Where the responses are the target's greedy text (or one fixed sampled text), the
-walk gives the acceptance length of real decoding, because a round depends only on the committed text before it.
+Proposes a block at every position of the response, for acceptance by block position, and walks through the response as
+decoding does, for tau. If the responses are the target's greedy text (or one fixed sampled text), the walk gives the
+acceptance length of real decoding, because a round depends only on the committed text before it.
 """
 
 from collections.abc import Iterable
@@ -22,12 +20,12 @@ from hf_dflash.training.states import StateCapture, run_blocks
 
 @dataclass
 class Acceptance:
-    """What was accepted over a set of responses.
+    """Acceptance over a set of responses.
 
     Attributes:
-        reached: for k = 1 .. s - 1, blocks of which at least k candidates agree with the text; over all anchors.
-        blocks: number of those anchors.
-        tokens, rounds: of the walk; `tau` = tokens / rounds, accepted and bonus tokens per target forward.
+        reached: for k = 1 .. s - 1, the number of blocks whose first k candidates all match the text, over all anchors.
+        blocks: number of anchors.
+        tokens, rounds: of the walk. `tau` = tokens / rounds, accepted and bonus tokens per target forward.
     """
 
     reached: list[int] = field(default_factory=list)
@@ -42,7 +40,7 @@ class Acceptance:
 
     @property
     def by_position(self) -> list[float]:
-        """Share of anchors at which candidates 1 .. k all agree, for each k."""
+        """For each k, the fraction of anchors at which candidates 1 .. k all match."""
         return [count / self.blocks for count in self.reached] if self.blocks else []
 
     def __iadd__(self, other: "Acceptance") -> "Acceptance":
@@ -56,11 +54,11 @@ class Acceptance:
 
 
 def walk(accepted: list[int], limit: int) -> tuple[int, int]:
-    """Tokens and rounds of decoding a response whose anchor i has `accepted[i]` candidates accepted.
+    """Return the tokens and rounds of decoding a response if anchor i has `accepted[i]` candidates accepted.
 
     Example:
-        accepted [2, 0, 0, 1, 0], limit 5 (a response of 6 tokens, of which the first is the prefill's): round 1 at
-        anchor 0 yields 3 tokens, round 2 at anchor 3 yields 2: (5, 2).
+        accepted [2, 0, 0, 1, 0], limit 5 (a response of 6 tokens, the first from the prefill): round 1 at anchor 0
+        yields 3 tokens, round 2 at anchor 3 yields 2, so (5, 2).
     """
     at, rounds = 0, 0
     while at < limit:
@@ -78,11 +76,11 @@ def measure_acceptance(
     block_size: int | None = None,
     blocks_per_forward: int = 64,
 ) -> Acceptance:
-    """Acceptance over `(prompt_ids, response_ids)` pairs, with a block proposed at every response position.
+    """Measure acceptance over `(prompt_ids, response_ids)` pairs, proposing a block at every response position.
 
     Args:
-        block_size: as in decoding, 2 up to the checkpoint's (the default).
-        blocks_per_forward: blocks laid side by side; bounds memory.
+        block_size: as in decoding, from 2 to the checkpoint's (the default).
+        blocks_per_forward: blocks packed into one forward; bounds memory.
     """
     was_training = draft.training
     draft.eval()
@@ -116,7 +114,7 @@ def _measure_one(
         anchors = torch.arange(at, min(at + width, length - 1))
         packed = pack_blocks(ids, [length], [anchors], block_size, draft.config.mask_token_id)
         hidden = run_blocks(draft, draft, target, taps, packed)[0]
-        # Contiguous: a linear layer over many rows with gaps between them took 60 times as long on the CPU.
+        # Contiguous: on the CPU, a linear layer over a strided view of many rows took 60 times as long.
         candidates = draft.propose(
             hidden[:, 1:].contiguous(), ids[0, anchors.to(ids.device)].to(hidden.device), target.head
         )

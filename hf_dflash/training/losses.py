@@ -1,10 +1,7 @@
-"""What a draft is taught: weighted cross-entropy over block positions, and what it would have accepted.
+"""Training losses: weighted cross-entropy over block positions, distillation, and the loss of DFlash 2's selector.
 
-Owns: position weights (fixed decay, D-PACE), cross-entropy and distillation over a bounded piece of the vocabulary at
-a time, the loss of DFlash 2's selector, simulated acceptance.
-
-Does not know: where hidden states come from, the trainer. A block has `s` positions; position 0 is the anchor and is
-never learned; `k` = 1 .. s - 1 are the candidates.
+Also the position weights (fixed decay, D-PACE) and simulated acceptance. A block has `s` positions: position 0 is the
+anchor and never contributes to the loss, `k` = 1 .. s - 1 are the candidates.
 """
 
 from collections.abc import Callable
@@ -19,38 +16,38 @@ from hf_dflash.training.packing import IGNORED
 
 
 def default_gamma(block_size: int) -> float:
-    """The published decay: 7 for block 16, 5 for 10, 4 for 8; elsewhere the line through 8 and 16."""
+    """Return the published decay: 7 for block 16, 5 for 10, 4 for 8; for other sizes the line through 8 and 16."""
     return {16: 7.0, 10: 5.0, 8: 4.0}.get(block_size, max(1.0, 4.0 + (block_size - 8) * 3 / 8))
 
 
 def decay_weights(block_size: int, gamma: float) -> torch.Tensor:
-    """`(s - 1,)` float32 weights `exp(-(k - 1) / gamma)` of k = 1 .. s - 1: the first candidate weighs 1."""
+    """Return `(s - 1,)` float32 weights `exp(-(k - 1) / gamma)` for k = 1 .. s - 1; the first candidate weighs 1."""
     return torch.exp(-torch.arange(block_size - 1, dtype=torch.float32) / gamma)
 
 
-def d_pace_weights(cross_entropy: torch.Tensor, learned: torch.Tensor, alpha: float) -> torch.Tensor:
-    """Dynamic position weights: how much the expected number of accepted tokens gains from each position.
+def d_pace_weights(cross_entropy: torch.Tensor, loss_mask: torch.Tensor, alpha: float) -> torch.Tensor:
+    """Return dynamic position weights: how much each position adds to the expected number of accepted tokens.
 
     With confidence `q_i = (1 - alpha) * exp(-ce_i) + alpha`, the weight of position j is the sum over m >= j of
-    `q_1 * ... * q_m` (arXiv 2605.18810, equations 7 and 8). Constant for the gradient. alpha = 1 gives s - 1, s - 2,
-    ..., 1.
+    `q_1 * ... * q_m` (arXiv 2605.18810, equations 7 and 8). The weights carry no gradient. alpha = 1 gives s - 1,
+    s - 2, ..., 1.
 
     Args:
         cross_entropy: `(..., s - 1)`.
-        learned: `(..., s - 1)` bool; a position that is not learned gets weight 0 and ends the sum.
+        loss_mask: `(..., s - 1)` bool; a position outside the mask gets weight 0 and ends the sum.
     """
     confidence = (1 - alpha) * torch.exp(-cross_entropy.detach().float()) + alpha
-    reached = torch.cumprod(torch.where(learned, confidence, torch.zeros_like(confidence)), dim=-1)
-    return torch.flip(torch.cumsum(torch.flip(reached, (-1,)), dim=-1), (-1,)) * learned
+    reached = torch.cumprod(torch.where(loss_mask, confidence, torch.zeros_like(confidence)), dim=-1)
+    return torch.flip(torch.cumsum(torch.flip(reached, (-1,)), dim=-1), (-1,)) * loss_mask
 
 
 @dataclass(frozen=True)
 class ReducedVocabulary:
-    """The part of the vocabulary that the loss looks at.
+    """The subset of the vocabulary that the loss is computed over.
 
     Attributes:
-        ids: `(V',)` ascending target ids.
-        index: `(V,)` id to its place in `ids`, -1 for an id outside.
+        ids: `(V',)` target ids, ascending.
+        index: `(V,)` position of each id in `ids`, -1 if it is not included.
     """
 
     ids: torch.LongTensor
@@ -58,7 +55,7 @@ class ReducedVocabulary:
 
     @classmethod
     def of(cls, ids: torch.LongTensor, vocab_size: int) -> "ReducedVocabulary":
-        """From any ids, repeated or not."""
+        """Build from any ids; duplicates are fine."""
         ids = torch.unique(ids)
         index = torch.full((vocab_size,), -1, device=ids.device)
         index[ids] = torch.arange(len(ids), device=ids.device)
@@ -73,20 +70,20 @@ def cross_entropy(
     teacher_logits_of: Callable[[slice], torch.Tensor] | None = None,
     chunk: int = 1024,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Cross-entropy of every row, at most `chunk` rows of logits at a time (forward and backward).
+    """Compute the cross-entropy of every row, with at most `chunk` rows of logits at a time (forward and backward).
 
     Args:
         hidden: `(rows, hidden_size)`.
-        labels: `(rows,)` indices into what `logits_of` returns.
-        logits_of: `(n, hidden_size)` to `(n, vocabulary)`.
-        teacher_logits_of: rows to the target's logits for them, in the same vocabulary.
+        labels: `(rows,)` indices into the output of `logits_of`.
+        logits_of: maps `(n, hidden_size)` to `(n, vocabulary)`.
+        teacher_logits_of: maps a slice of rows to the target's logits for them, over the same vocabulary.
 
     Returns:
-        cross-entropy `(rows,)`, divergence KL(target || draft) `(rows,)` (zeros without a teacher), argmax `(rows,)`;
-        float32.
+        cross-entropy `(rows,)`, KL(target || draft) `(rows,)` (zeros without a teacher), argmax `(rows,)`; the first
+        two in float32.
     """
 
-    def piece(states: torch.Tensor, rows: slice) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def one_chunk(states: torch.Tensor, rows: slice) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         scores = F.log_softmax(logits_of(states).float(), dim=-1)
         entropy = F.nll_loss(scores, labels[rows], reduction="none")
         if teacher_logits_of is None:
@@ -96,9 +93,9 @@ def cross_entropy(
 
     slices = [slice(at, min(at + chunk, len(hidden))) for at in range(0, len(hidden), chunk)]
     if len(slices) == 1:
-        return piece(hidden, slices[0])
-    parts = [checkpoint(piece, hidden[rows], rows, use_reentrant=False) for rows in slices]
-    return tuple(torch.cat(column) for column in zip(*parts, strict=True))
+        return one_chunk(hidden, slices[0])
+    chunks = [checkpoint(one_chunk, hidden[rows], rows, use_reentrant=False) for rows in slices]
+    return tuple(torch.cat(column) for column in zip(*chunks, strict=True))
 
 
 def selector_cross_entropy(
@@ -109,7 +106,7 @@ def selector_cross_entropy(
     previous: torch.LongTensor,
     labels: torch.LongTensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Loss of DFlash 2's selector: pick the right one among the `top_k` candidates, given the right predecessor.
+    """Compute DFlash 2's selector loss: pick the label among the `top_k` candidates, given the true predecessor.
 
     The score is the selector's own: `logit + <predecessor[previous] * projection(hidden), successor[candidate]>`.
 
@@ -117,26 +114,26 @@ def selector_cross_entropy(
         hidden: `(rows, hidden_size)`.
         logits: `(rows, V')` over `vocabulary`.
         vocabulary: `(V',)` target ids of the logits' columns.
-        previous: `(rows,)` target id of the token before.
-        labels: `(rows,)` target id to be picked.
+        previous: `(rows,)` target id of the previous token.
+        labels: `(rows,)` target id to pick.
 
     Returns:
-        cross-entropy `(rows,)`, 0 where the label is not among the candidates; whether it is, `(rows,)` bool.
+        cross-entropy `(rows,)`, 0 if the label is not among the candidates; whether it is, `(rows,)` bool.
     """
     unary, columns = torch.topk(logits, selector.top_k, dim=-1)
     candidates = vocabulary[columns]
-    wanted = F.embedding(previous, selector.predecessor_codebook) * selector.hidden_projection(hidden)
+    query = F.embedding(previous, selector.predecessor_codebook) * selector.hidden_projection(hidden)
     successors = F.embedding(candidates, selector.successor_codebook)
-    scores = unary.float() + (successors.float() @ wanted.float().unsqueeze(-1)).squeeze(-1)
+    scores = unary.float() + (successors.float() @ query.float().unsqueeze(-1)).squeeze(-1)
     hits = candidates == labels[:, None]
-    found = hits.any(-1)
+    recalled = hits.any(-1)
     entropy = F.cross_entropy(scores, hits.int().argmax(-1), reduction="none")
-    return torch.where(found, entropy, torch.zeros_like(entropy)), found
+    return torch.where(recalled, entropy, torch.zeros_like(entropy)), recalled
 
 
 def accepted_counts(candidates: torch.LongTensor, labels: torch.LongTensor) -> torch.LongTensor:
-    """How many leading candidates of each block agree with the text: `(blocks, s - 1)` twice to `(blocks,)`.
+    """Count the leading candidates of each block that match the text: two `(blocks, s - 1)` to one `(blocks,)`.
 
-    Candidates [5, 6, 7] against labels [5, 9, 7] accept 1. An ignored label counts as a disagreement.
+    Candidates [5, 6, 7] with labels [5, 9, 7] accept 1. An ignored label counts as a mismatch.
     """
     return torch.cumprod((candidates == labels) & (labels != IGNORED), dim=-1).sum(-1)

@@ -1,8 +1,7 @@
-"""One training step's loss, from a batch of records to a number.
+"""The loss of one training step.
 
-Owns: choosing the step's anchors, packing, running target and draft, and putting the parts of the loss together.
-
-Does not know: optimizers, checkpoints, logging, transformers' Trainer.
+Samples the step's anchors, packs the blocks, runs target and draft, and combines the terms of the loss. Optimization,
+checkpoints and logging are left to `trainer`.
 """
 
 from dataclasses import dataclass
@@ -28,25 +27,25 @@ from hf_dflash.training.states import StateCapture, TargetStates, run_blocks
 
 @dataclass(frozen=True)
 class StepLoss:
-    """What a step yields.
+    """The result of one step.
 
     Attributes:
         loss: scalar with gradient.
-        figures: name to number, for the log: parts of the loss and what would have been accepted of the step's blocks.
+        metrics: for the log, by name: terms of the loss and the acceptance of the step's blocks.
     """
 
     loss: torch.Tensor
-    figures: dict[str, float]
+    metrics: dict[str, float]
 
 
 class Objective:
     """The training loss of a draft.
 
     Args:
-        draft: the bare draft.
-        target: frozen.
-        settings: as checked.
-        frequent: `(n,)` token ids that a reduced loss vocabulary always holds, or None for the whole vocabulary.
+        draft: the unwrapped draft.
+        target: the frozen target.
+        settings: checked settings.
+        frequent: `(n,)` token ids that are always in the reduced loss vocabulary, or None for the full vocabulary.
     """
 
     def __init__(
@@ -59,47 +58,47 @@ class Objective:
         self._head_rows: torch.Tensor | None = None
 
     def __call__(self, model: Any, batch: dict[str, torch.Tensor], step: int) -> StepLoss:
-        """The loss of one batch.
+        """Compute the loss of one batch.
 
         Args:
-            model: the draft, or the draft wrapped for several devices.
-            batch: as `records.collate` makes it.
-            step: the trainer's global step; with the settings' seed and a record's index it fixes the record's
-                anchors, so that a resumed run draws the same ones.
+            model: the draft, possibly wrapped for several devices.
+            batch: as returned by `records.collate`.
+            step: the trainer's global step. Together with the seed and a record's index it determines the record's
+                anchors, so a resumed run samples the same ones.
         """
         packed = self._pack(batch, step)
         states = self._states(batch)
         hidden = run_blocks(model, self._draft, self._target, states.taps.to(packed.input_ids.device), packed)
-        learned = packed.labels != IGNORED
-        rows = hidden[learned]  # (rows, hidden): the candidates of all blocks that have a label
-        labels = packed.labels[learned]
+        loss_mask = packed.labels != IGNORED
+        rows = hidden[loss_mask]  # (rows, hidden): all candidates that have a label
+        labels = packed.labels[loss_mask]
         vocabulary = self._vocabulary(labels)
         entropy, divergence, best = cross_entropy(
             rows,
             labels if vocabulary is None else vocabulary.index[labels],
             lambda part: self._logits(part, vocabulary),
-            teacher_logits_of=self._teacher(states, packed, learned, vocabulary),
+            teacher_logits_of=self._teacher(states, packed, loss_mask, vocabulary),
             chunk=self._settings.loss_chunk,
         )
-        weights = self._weights(entropy, learned)
+        weights = self._weights(entropy, loss_mask)
         share = self._settings.distillation
         loss = self._reduce(entropy * (1 - share) + divergence * share, weights, packed)
-        figures = {"cross_entropy": float(entropy.detach().mean())}
+        metrics = {"cross_entropy": float(entropy.detach().mean())}
         if share:
-            figures["divergence"] = float(divergence.detach().mean())
+            metrics["divergence"] = float(divergence.detach().mean())
         if self._draft.config.dflash_version == 2:
-            extra, found = self._selector_loss(rows, labels, vocabulary, packed, learned)
-            loss = loss + self._settings.selector_weight * self._reduce(extra, weights * found, packed)
-            figures["selector_recall"] = float(found.float().mean())
-        figures["tau_of_blocks"] = self._tau(best if vocabulary is None else vocabulary.ids[best], packed, learned)
-        return StepLoss(loss, figures)
+            selector_entropy, recalled = self._selector_loss(rows, labels, vocabulary, packed, loss_mask)
+            loss = loss + self._settings.selector_weight * self._reduce(selector_entropy, weights * recalled, packed)
+            metrics["selector_recall"] = float(recalled.float().mean())
+        metrics["tau_of_blocks"] = self._tau(best if vocabulary is None else vocabulary.ids[best], packed, loss_mask)
+        return StepLoss(loss, metrics)
 
     def _pack(self, batch: dict[str, torch.Tensor], step: int) -> PackedBlocks:
         anchors = []
         for index, prompt, length in zip(
             batch["indices"].tolist(), batch["prompt_lengths"].tolist(), batch["lengths"].tolist(), strict=True
         ):
-            # The hash of integers is the same in every process.
+            # The hash of a tuple of integers is the same in every process.
             generator = torch.Generator().manual_seed(hash((self._settings.seed, step, index)) & (2**63 - 1))
             anchors.append(choose_anchors(prompt, length, self._settings.anchors, generator))
         config = self._draft.config
@@ -112,20 +111,20 @@ class Objective:
         return self._capture(batch["input_ids"])
 
     def _vocabulary(self, labels: torch.LongTensor) -> ReducedVocabulary | None:
-        """The frequent tokens and every label of this step, so that no label is ever left out."""
+        """Return the frequent tokens plus every label of this step, so that no label is ever missing."""
         if self._frequent is None:
             return None
         return ReducedVocabulary.of(torch.cat([self._frequent.to(labels.device), labels]), self._target.num_embeddings)
 
     def _logits(self, hidden: torch.Tensor, vocabulary: ReducedVocabulary | None) -> torch.Tensor:
-        """`(n, hidden)` to `(n, V')`, scaled and capped as in decoding."""
+        """Map `(n, hidden)` to `(n, V')` logits, scaled and soft-capped as in decoding."""
         if vocabulary is None:
             return self._draft.compute_logits(hidden, self._target.head)
-        rows = self._rows_of_head(hidden)[vocabulary.ids]
+        rows = self._head_weight(hidden)[vocabulary.ids]
         return self._draft.compute_logits(hidden, lambda states: states.to(rows.dtype) @ rows.T)
 
-    def _rows_of_head(self, hidden: torch.Tensor) -> torch.Tensor:
-        """`(V, hidden)`: what the head makes of each unit vector: its weights, also where they are quantized."""
+    def _head_weight(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Return the head's `(V, hidden)` weight by calling it on unit vectors, so that quantized heads work too."""
         if self._head_rows is None:
             with torch.no_grad():
                 units = torch.eye(hidden.shape[-1], device=hidden.device, dtype=hidden.dtype)
@@ -133,18 +132,18 @@ class Objective:
         return self._head_rows
 
     def _teacher(
-        self, states: TargetStates, packed: PackedBlocks, learned: torch.Tensor, vocabulary: ReducedVocabulary | None
+        self, states: TargetStates, packed: PackedBlocks, loss_mask: torch.Tensor, vocabulary: ReducedVocabulary | None
     ) -> Any:
-        """Rows to the target's logits for them.
+        """Return a function from a slice of rows to the target's logits for them, or None without distillation.
 
-        The token at position p is predicted by the target's state at p - 1: a block with anchor 4 learns the tokens at
-        5, 6, ... from the states at 4, 5, ...
+        The token at position p is predicted by the target's state at p - 1: a block with anchor 4 is trained on the
+        tokens at 5, 6, ... with the states at 4, 5, ...
         """
         if states.final is None or not self._settings.distillation:
             return None
         final = states.final.to(packed.input_ids.device)
-        positions = packed.position_ids[:, packed.context_length :].view_as(learned)
-        row_of, before = learned.nonzero()[:, 0], positions[learned] - 1
+        positions = packed.position_ids[:, packed.context_length :].view_as(loss_mask)
+        row_of, before = loss_mask.nonzero()[:, 0], positions[loss_mask] - 1
 
         @torch.no_grad()
         def logits(rows: slice) -> torch.Tensor:
@@ -152,9 +151,9 @@ class Objective:
 
         return logits
 
-    def _weights(self, entropy: torch.Tensor, learned: torch.Tensor) -> torch.Tensor:
-        """`(rows,)` weight of each learned position."""
-        candidates = learned[..., 1:]
+    def _weights(self, entropy: torch.Tensor, loss_mask: torch.Tensor) -> torch.Tensor:
+        """Return the `(rows,)` weights of the positions in the loss mask."""
+        candidates = loss_mask[..., 1:]
         if self._settings.weighting == "decay":
             return self._decay.to(entropy.device).expand(candidates.shape)[candidates]
         grid = torch.zeros(candidates.shape, dtype=torch.float32, device=entropy.device)
@@ -162,7 +161,7 @@ class Objective:
         return d_pace_weights(grid, candidates, self._settings.d_pace_alpha)[candidates]
 
     def _reduce(self, values: torch.Tensor, weights: torch.Tensor, packed: PackedBlocks) -> torch.Tensor:
-        """Weighted mean; for D-PACE the weighted sum per block, since its weights carry the expected length."""
+        """Return the weighted mean, or for D-PACE the weighted sum per block: its weights carry the expected length."""
         if self._settings.weighting == "decay":
             return (values * weights).sum() / weights.sum().clamp(min=1e-6)
         return (values * weights).sum() / (packed.anchors >= 0).sum()
@@ -173,12 +172,12 @@ class Objective:
         labels: torch.LongTensor,
         vocabulary: ReducedVocabulary | None,
         packed: PackedBlocks,
-        learned: torch.Tensor,
+        loss_mask: torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The selector is taught with the right predecessor: the label before, for the first candidate the anchor."""
+        """Train the selector with the true predecessor: the previous label, or the anchor for the first candidate."""
         tokens = packed.labels.clone()
         tokens[..., 0] = packed.input_ids.view_as(tokens)[..., 0]
-        previous = tokens.roll(1, dims=-1)[learned]  # learned is never at position 0, so nothing wraps around
+        previous = tokens.roll(1, dims=-1)[loss_mask]  # position 0 is never in the mask, so nothing wraps around
         ids = torch.arange(self._target.num_embeddings, device=rows.device) if vocabulary is None else vocabulary.ids
         parts = [
             selector_cross_entropy(
@@ -191,12 +190,12 @@ class Objective:
             )
             for part in torch.arange(len(rows), device=rows.device).split(self._settings.loss_chunk)
         ]
-        return torch.cat([entropy for entropy, _ in parts]), torch.cat([found for _, found in parts])
+        return torch.cat([entropy for entropy, _ in parts]), torch.cat([recalled for _, recalled in parts])
 
     @staticmethod
-    def _tau(best: torch.LongTensor, packed: PackedBlocks, learned: torch.Tensor) -> float:
-        """Accepted candidates per block by argmax, and the bonus token; not the walk's tau."""
+    def _tau(best: torch.LongTensor, packed: PackedBlocks, loss_mask: torch.Tensor) -> float:
+        """Return the candidates per block that argmax would have accepted, plus the bonus token; not the walk's tau."""
         candidates = torch.full_like(packed.labels, -1)
-        candidates[learned] = best
+        candidates[loss_mask] = best
         real = packed.anchors >= 0
         return 1.0 + float(accepted_counts(candidates[..., 1:], packed.labels[..., 1:])[real].float().mean())

@@ -1,8 +1,6 @@
-"""Many blocks of one sequence in one forward of the draft.
+"""Pack many blocks of a sequence into one forward of the draft.
 
-Owns: choosing anchors, laying blocks out behind a shared context, their positions, labels and attention masks.
-
-Does not know: the network, the target, the loss.
+Samples anchors and lays out the blocks after a shared context, with their positions, labels and attention masks.
 """
 
 from collections.abc import Sequence
@@ -15,27 +13,27 @@ from hf_dflash.draft.configuration_dflash import DFlashConfig
 from hf_dflash.draft.errors import TrainingError
 
 IGNORED = -100
-"""Label of a position that is not learned (the anchor, positions behind the end of the text, filler blocks)."""
+"""Label of a position without loss (the anchor, positions after the end of the text, filler blocks)."""
 
 
 @dataclass(frozen=True)
 class PackedBlocks:
-    """Blocks of a batch of sequences, side by side behind each sequence's context.
+    """Blocks of a batch of sequences, side by side after each sequence's context.
 
-    With `c` context positions (the padded sequence length), `m` blocks a row and block size `s`:
+    With `c` context positions (the padded sequence length), `m` blocks per row and block size `s`:
 
     Attributes:
         input_ids: `(batch, m * s)`, each block `[anchor, mask, mask, ...]`.
-        labels: `(batch, m, s)` the token *at* each block position, `IGNORED` where nothing is learned.
+        labels: `(batch, m, s)` the token *at* each block position, `IGNORED` for positions without loss.
         anchors: `(batch, m)` position of each block's anchor in its sequence; -1 for a filler block.
-        position_ids: `(batch, c + m * s)` positions of context and blocks, as the draft's forward takes them.
+        position_ids: `(batch, c + m * s)` positions of context and blocks, as the draft's forward expects them.
         context_length: `c`.
         block_size: `s`.
 
     Example:
         sequence [a b c d e f] with a prompt of 2, block size 3 and anchors 2 and 4: blocks [c M M] at positions 2, 3,
-        4 with labels [-, d, e], which sees the context a b, and [e M M] at 4, 5, 6 with labels [-, f, -], which sees a
-        b c d.
+        4 with labels [-, d, e], which attends to the context a b, and [e M M] at 4, 5, 6 with labels [-, f, -], which
+        attends to a b c d.
     """
 
     input_ids: torch.LongTensor
@@ -47,10 +45,10 @@ class PackedBlocks:
 
 
 def choose_anchors(prompt_length: int, length: int, count: int, generator: torch.Generator) -> torch.LongTensor:
-    """Up to `count` different random positions at which a block can start, ascending.
+    """Sample up to `count` distinct positions at which a block can start, ascending.
 
-    An anchor is a response token that has a successor: decoding begins with the first response token as anchor, and a
-    block on the last token has nothing to learn. Prompt 3, length 7: anchors are among 3, 4, 5.
+    An anchor is a response token that has a successor: decoding starts with the first response token as anchor, and a
+    block at the last token has no labels. Prompt 3, length 7: anchors are among 3, 4, 5.
     """
     eligible = max(0, length - 1 - prompt_length)
     chosen = torch.randperm(eligible, generator=generator)[:count] + prompt_length
@@ -68,20 +66,20 @@ def pack_blocks(
 
     Args:
         input_ids: `(batch, c)` sequences (prompt and response), padded on the right.
-        lengths: tokens of each sequence that are real.
-        anchors: positions of each row's anchors; rows may differ in number.
+        lengths: length of each sequence without padding.
+        anchors: positions of each row's anchors; rows may have different numbers of them.
 
     Raises:
         TrainingError: no row has an anchor.
     """
     batch, context_length = input_ids.shape
-    most = max(len(row) for row in anchors)
-    if most == 0:
+    num_blocks = max(len(row) for row in anchors)
+    if num_blocks == 0:
         raise TrainingError(
-            "no sequence of this batch has a response token followed by another: nothing can be learned from it"
+            "no sequence in this batch has two consecutive response tokens, so there is nothing to train on"
         )
     device = input_ids.device
-    starts = torch.full((batch, most), -1)
+    starts = torch.full((batch, num_blocks), -1)
     for row, chosen in enumerate(anchors):
         starts[row, : len(chosen)] = chosen
     starts = starts.to(device)
@@ -104,16 +102,16 @@ def pack_blocks(
 
 
 def attention_masks(packed: PackedBlocks, config: DFlashConfig) -> dict[str, torch.Tensor]:
-    """What each block position may see, for each layer type of the draft.
+    """Build the attention mask of the blocks for each layer type of the draft.
 
-    A query of block `b` sees the context strictly before its anchor and the positions of its own block, of the latter
-    only those up to itself in a causal layer; a sliding layer keeps only keys less than `sliding_window` away.
+    A query of block `b` attends to the context strictly before its anchor and to its own block (in a causal layer, only
+    up to itself). A sliding layer keeps only keys less than `sliding_window` away.
 
     Returns:
-        layer type to `(batch, 1, m * s, c + m * s)` bool, True: may be seen.
+        layer type to `(batch, 1, m * s, c + m * s)` bool, True to attend.
 
     Raises:
-        TrainingError: layers of one type differ in whether they are causal.
+        TrainingError: some layers of one type are causal and others are not.
     """
     c, s = packed.context_length, packed.block_size
     queries = packed.position_ids[:, c:]
@@ -133,28 +131,28 @@ def attention_masks(packed: PackedBlocks, config: DFlashConfig) -> dict[str, tor
 
 
 def causality(config: DFlashConfig) -> dict[str, bool]:
-    """Layer type to whether its layers are causal inside the block."""
+    """Return for each layer type whether its layers are causal within the block."""
     result: dict[str, bool] = {}
     for kind, causal in zip(config.layer_types, config.layer_causal, strict=True):
         if result.setdefault(kind, causal) != causal:
             raise TrainingError(
-                f"layer_causal differs among the {kind} layers ({config.layer_causal}); training needs one rule for "
-                "each layer type"
+                f"layer_causal differs among the {kind} layers ({config.layer_causal}); training needs one value per "
+                "layer type"
             )
     return result
 
 
 def flex_block_masks(packed: PackedBlocks, config: DFlashConfig) -> dict[str, Any]:
-    """The same as `attention_masks` for `attn_implementation="flex_attention"`, without ever holding the dense mask.
+    """Like `attention_masks` for `attn_implementation="flex_attention"`, without materializing the dense mask.
 
-    Flex attention skips the many tiles in which one block would look at another.
+    Flex attention skips the many tiles between different blocks.
     """
     from torch.nn.attention.flex_attention import create_block_mask
 
     c, s = packed.context_length, packed.block_size
     positions, anchors = packed.position_ids, packed.anchors
 
-    def rule(causal: bool, window: int | None):
+    def mask_mod(causal: bool, window: int | None):
         def visible(b, h, q, k):
             block = q // s
             inside = (k >= c) & ((k - c) // s == block)
@@ -169,7 +167,7 @@ def flex_block_masks(packed: PackedBlocks, config: DFlashConfig) -> dict[str, An
     batch, total = positions.shape
     return {
         kind: create_block_mask(
-            rule(causal, config.sliding_window if kind == "sliding_attention" else None),
+            mask_mod(causal, config.sliding_window if kind == "sliding_attention" else None),
             batch,
             None,
             total - c,

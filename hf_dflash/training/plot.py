@@ -1,9 +1,4 @@
-"""One picture of a training run.
-
-Owns: loss and tau over steps, acceptance by position, as a PNG.
-
-Does not know: where the log comes from; it takes transformers' `log_history`.
-"""
+"""Plot a training run from transformers' `log_history`: loss and tau over steps, acceptance by position, as a PNG."""
 
 from pathlib import Path
 from typing import Any
@@ -12,7 +7,7 @@ from hf_dflash.draft.errors import MissingPackageError
 
 
 def plot_run(log_history: list[dict[str, Any]], path: str | Path) -> Path:
-    """Draw what is in the log.
+    """Plot the log and return the path of the PNG.
 
     Raises:
         MissingPackageError: matplotlib is not installed.
@@ -21,14 +16,14 @@ def plot_run(log_history: list[dict[str, Any]], path: str | Path) -> Path:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
     except ImportError as error:
-        raise MissingPackageError("the plot of a training run needs matplotlib: `pip install matplotlib`") from error
+        raise MissingPackageError("plotting a training run needs matplotlib: `pip install matplotlib`") from error
     figure = Figure(figsize=(10, 4), layout="constrained")
     FigureCanvasAgg(figure)
     losses, taus = figure.subplots(1, 2)
     _line(losses, log_history, "loss", "training loss")
     losses.set(xlabel="step", ylabel="loss")
-    _line(taus, log_history, "tau_of_blocks", "blocks of the step (argmax)")
-    _line(taus, log_history, "eval_tau", "held-out, by walking", marker="o")
+    _line(taus, log_history, "tau_of_blocks", "training blocks (argmax)")
+    _line(taus, log_history, "eval_tau", "held-out (walk)", marker="o")
     last = next((entry for entry in reversed(log_history) if "eval_tau" in entry), {})
     shares = [f"{last[f'eval_accepted_{k}']:.2f}" for k in range(1, 65) if f"eval_accepted_{k}" in last]
     taus.set(

@@ -1,6 +1,6 @@
-"""Prompts as token ids: chat template, tokenizing, de-duplication, and batches of similar length.
+"""Prompts as token ids: chat template, tokenization, deduplication, and batches of similar length.
 
-Where prompts come from is left to `hf_dflash.prompts`, answering them to `regenerate`.
+Reading prompt files and data sets is left to `hf_dflash.prompts`, answering the prompts to `regenerate`.
 """
 
 import hashlib
@@ -16,14 +16,14 @@ from hf_dflash.prompts import Prompt, read_dataset, read_prompt_file
 
 @dataclass(frozen=True)
 class TokenizedPrompt:
-    """The token ids of a prompt (with the chat template's generation prompt) and the row it came from."""
+    """The token ids of a prompt (including the chat template's generation prompt) and the row it came from."""
 
     ids: tuple[int, ...]
     row: dict[str, Any] = field(default_factory=dict, compare=False, hash=False)
 
     @property
     def key(self) -> str:
-        """A name that is the same for the same token ids, in every process and session."""
+        """A stable hash of the token ids, the same in every process and session."""
         return hashlib.sha1(json.dumps(self.ids).encode()).hexdigest()[:16]
 
 
@@ -35,35 +35,34 @@ def read_prompts(
     max_prompt_tokens: int = 2048,
     chat_template_kwargs: dict[str, Any] | None = None,
 ) -> list[TokenizedPrompt]:
-    """Read, tokenize and de-duplicate prompts.
+    """Read, tokenize and deduplicate prompts.
 
     Args:
-        source: path of a JSON-lines file, else the name of a `datasets` data set.
-        tokenizer: the target's; conversations go through its chat template with `chat_template_kwargs`
-            (for example `{"enable_thinking": False}`). Without a chat template only single prompts can be read, as
-            plain text.
+        source: path to a JSON Lines file, or the name of a `datasets` data set.
+        tokenizer: the target's. Conversations go through its chat template with `chat_template_kwargs` (for example
+            `{"enable_thinking": False}`). Without a chat template, only single prompts are supported, as plain text.
         split: split of the data set.
-        max_prompt_tokens: longer prompts are skipped, never cut.
+        max_prompt_tokens: longer prompts are skipped, never truncated.
 
     Raises:
-        PromptError: a row is not a prompt; the message says which.
-        TrainingError: there is no prompt, all are too long, or a conversation has no chat template to go through.
+        PromptError: a row is not a prompt; the message names the row.
+        TrainingError: there are no prompts, all are too long, or a conversation was given without a chat template.
         MissingPackageError: `source` is not a file and `datasets` is not installed.
     """
     rows = read_prompt_file(source) if Path(source).is_file() else read_dataset(str(source), split)
-    prompts, seen, long, number = [], set(), 0, 0
+    prompts, seen, too_long, number = [], set(), 0, 0
     for number, prompt in enumerate(rows, start=1):
         ids = _tokenize(prompt, tokenizer, f"{source}, row {number}", chat_template_kwargs or {})
         tokenized = TokenizedPrompt(tuple(ids), prompt.row)
         if len(tokenized.ids) > max_prompt_tokens:
-            long += 1
+            too_long += 1
         elif tokenized.key not in seen:
             seen.add(tokenized.key)
             prompts.append(tokenized)
     if not number:
         raise TrainingError(f"{source} is empty: expected one JSON object per line, with `messages` or `prompt`")
     if not prompts:
-        raise TrainingError(f"{source}: no prompt is left ({long} were longer than {max_prompt_tokens} tokens)")
+        raise TrainingError(f"{source}: no prompts left ({too_long} were longer than {max_prompt_tokens} tokens)")
     return prompts
 
 
@@ -79,9 +78,9 @@ def _tokenize(prompt: Prompt, tokenizer: Any, where: str, chat_template_kwargs: 
 
 
 def batches(prompts: Iterable[TokenizedPrompt], batch_size: int, window: int = 16) -> list[list[TokenizedPrompt]]:
-    """Cut the prompts into batches of similar length, to keep padding small: sorted within windows of `window` batches.
+    """Split the prompts into batches of similar length to reduce padding: sorted within windows of `window` batches.
 
-    The result depends only on the list, so that an interrupted run cuts it the same way again.
+    The result depends only on the list, so a resumed run gets the same batches.
     """
     prompts, step = list(prompts), batch_size * window
     ordered = [

@@ -1,8 +1,6 @@
-"""A finished draft in the layouts that other programs read.
+"""Save a finished draft in the canonical, z-lab or speculators layout.
 
-Owns: z-lab's and speculators' `config.json` for a canonical draft, and saving a draft atomically in any of the three.
-
-Does not know: reading those layouts (`hf_dflash.draft.layouts` does, and the tests close the circle).
+Reading these layouts is left to `hf_dflash.draft.layouts`; the tests check the round trip.
 """
 
 import json
@@ -19,18 +17,18 @@ from hf_dflash.files import atomic_folder
 
 
 def zlab_config(config: DFlashConfig, dtype: str) -> dict[str, Any]:
-    """z-lab's `config.json`: a Qwen3 configuration with a `dflash_config`, as vLLM, SGLang and the package `dflash`
-    read it.
+    """Build z-lab's `config.json`: a Qwen3 configuration with a `dflash_config`, as vLLM, SGLang and the `dflash`
+    package read it.
 
     Raises:
-        TrainingError: the draft's layers differ in causality in a way that this layout cannot say.
+        TrainingError: the draft mixes causal and non-causal layers in a way this layout cannot express.
     """
     nested = {
         "block_size": config.block_size,
         "mask_token_id": config.mask_token_id,
         "target_layer_ids": config.target_layer_ids,
     }
-    nested |= _but_defaults(config)
+    nested |= _non_default_scales(config)
     if config.dflash_version == 2:
         nested |= {"projector_type": "dflash2"} | {key: getattr(config, key) for key in VERSION_2_KEYS}
     return {
@@ -38,7 +36,7 @@ def zlab_config(config: DFlashConfig, dtype: str) -> dict[str, Any]:
         "model_type": "qwen3",
         **_network(config),
         "rope_parameters": dict(config.rope_parameters),
-        # The package `dflash` 0.1.0 reads the block size here, newer readers inside dflash_config.
+        # dflash 0.1.0 reads the block size here, newer versions and other readers in dflash_config.
         "block_size": config.block_size,
         "num_target_layers": config.target_num_hidden_layers,
         "use_sliding_window": "sliding_attention" in config.layer_types,
@@ -48,21 +46,21 @@ def zlab_config(config: DFlashConfig, dtype: str) -> dict[str, Any]:
         "pad_token_id": None,
         "dtype": dtype,
         "dflash_config": nested,
-        **({} if (causal := _one_causality(config)) is None else {"is_causal": causal}),
+        **({} if (causal := _shared_causality(config)) is None else {"is_causal": causal}),
     }
 
 
 def speculators_config(config: DFlashConfig, dtype: str) -> dict[str, Any]:
-    """speculators' `config.json`: the decoder nested, taps counted from 1.
+    """Build speculators' `config.json`: nested decoder configuration, taps counted from 1.
 
     Raises:
-        TrainingError: full-attention layers that are causal, which this layout cannot say.
+        TrainingError: the draft has causal full-attention layers, which this layout cannot express.
     """
     if any(
         causal and kind == "full_attention"
         for kind, causal in zip(config.layer_types, config.layer_causal, strict=True)
     ):
-        raise TrainingError("the layout speculators has no key for causal full-attention layers; use --layout zlab")
+        raise TrainingError("the speculators layout has no key for causal full-attention layers; use --layout zlab")
     version_2 = config.dflash_version == 2
     return {
         "architectures": ["DFlash2DraftModel" if version_2 else "DFlashDraftModel"],
@@ -80,7 +78,7 @@ def speculators_config(config: DFlashConfig, dtype: str) -> dict[str, Any]:
         "draft_vocab_size": config.draft_vocab_size or config.vocab_size,
         "sliding_window_non_causal": not any(config.layer_causal),
         "dtype": dtype,
-        **_but_defaults(config),
+        **_non_default_scales(config),
         **({key: getattr(config, key) for key in VERSION_2_KEYS} if version_2 else {}),
         "speculators_config": {
             "algorithm": "dflash2" if version_2 else "dflash",
@@ -93,29 +91,29 @@ def _network(config: DFlashConfig) -> dict[str, Any]:
     return {key: getattr(config, key) for key in (*NETWORK_KEYS, "layer_types", "sliding_window")}
 
 
-def _but_defaults(config: DFlashConfig) -> dict[str, Any]:
-    """Scales that differ from doing nothing."""
-    nothing = {"input_embedding_scale": 1.0, "output_multiplier": 1.0, "final_logit_softcapping": None}
-    return {key: getattr(config, key) for key in OUTPUT_KEYS if getattr(config, key) != nothing[key]}
+def _non_default_scales(config: DFlashConfig) -> dict[str, Any]:
+    """Return the scales and the soft-cap that have an effect."""
+    neutral = {"input_embedding_scale": 1.0, "output_multiplier": 1.0, "final_logit_softcapping": None}
+    return {key: getattr(config, key) for key in OUTPUT_KEYS if getattr(config, key) != neutral[key]}
 
 
-def _one_causality(config: DFlashConfig) -> bool | None:
-    """None where the layer types say it already."""
+def _shared_causality(config: DFlashConfig) -> bool | None:
+    """Return the causality of all layers, or None if the layer types already imply it."""
     if config.layer_causal == [kind == "sliding_attention" for kind in config.layer_types]:
         return None
     if len(set(config.layer_causal)) > 1:
-        raise TrainingError(f"the layout zlab has one causality for all layers; this draft has {config.layer_causal}")
+        raise TrainingError(f"the zlab layout has one causality for all layers; this draft has {config.layer_causal}")
     return config.layer_causal[0]
 
 
 def save_draft(
     draft: DFlashDraftModel, folder: str | Path, layout: str = "canonical", extra: dict[str, str] | None = None
 ) -> Path:
-    """Write a draft folder in one move: it is there whole, or not at all.
+    """Write a draft folder atomically.
 
     Args:
         layout: canonical, zlab or speculators.
-        extra: further text files, name to content.
+        extra: additional text files, name to content.
 
     Raises:
         TrainingError: the layout cannot express the draft, or the disk is full.

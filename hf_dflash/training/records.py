@@ -1,8 +1,7 @@
 """Training data: token ids of prompts and responses.
 
-Owns: reading and checking the file that `hf-dflash data` writes, the split into training and held-out records, batches.
-
-Does not know: models, states, tokenizers.
+Reads and checks the file written by `hf-dflash data`, splits it into training and held-out records, and collates
+batches.
 """
 
 import json
@@ -21,7 +20,7 @@ from hf_dflash.files import read_jsonl
 
 @dataclass(frozen=True)
 class Record:
-    """One training text. `name` tells two records apart."""
+    """One prompt and response. `name` identifies the record."""
 
     name: str
     prompt_ids: tuple[int, ...]
@@ -33,50 +32,51 @@ class Record:
 
 @dataclass(frozen=True)
 class Records:
-    """What a file gave: the usable records, and why others were left out."""
+    """The usable records of a file, and how many were dropped or truncated."""
 
     kept: list[Record]
     too_short: int
-    cut: int
+    truncated: int
 
     @property
     def num_tokens(self) -> int:
-        """Prompt and response tokens of all kept records."""
+        """Total prompt and response tokens of the kept records."""
         return sum(map(len, self.kept))
 
 
 def read_records(path: str | Path, *, block_size: int, max_length: int, vocab_size: int) -> Records:
     """Read `{"prompt_ids": [...], "response_ids": [...]}` lines.
 
-    Responses are cut so that a record has at most `max_length` tokens; a response shorter than a block is left out,
-    since a block could not be filled from it.
+    Responses are truncated so that a record has at most `max_length` tokens. A response shorter than a block is
+    dropped, since it cannot fill one.
 
     Raises:
-        TrainingError: no file, no line, a line without token ids, a token beyond the vocabulary, or nothing usable.
+        TrainingError: the file is missing or empty, a line has no token ids, a token is out of range, or no record is
+            usable.
     """
     if not Path(path).is_file():
         raise TrainingError(
-            f"{path} does not exist: training reads the file of token ids that `hf-dflash data --out` writes"
+            f"{path} does not exist: training needs the file of token ids written by `hf-dflash data --out`"
         )
-    kept, short, cut, number = [], 0, 0, 0
+    kept, too_short, truncated, number = [], 0, 0, 0
     for number, row in _rows(path):
         where = f"{path}, line {number}"
         prompt, response = (_token_ids(row, key, where, vocab_size) for key in ("prompt_ids", "response_ids"))
-        room = max_length - len(prompt)
-        cut += len(response) > room
-        response = response[: max(0, room)]
+        max_response = max_length - len(prompt)
+        truncated += len(response) > max_response
+        response = response[: max(0, max_response)]
         if len(response) < block_size:
-            short += 1
+            too_short += 1
         else:
             kept.append(Record(str(row.get("key", number)), tuple(prompt), tuple(response)))
     if not number:
         raise TrainingError(f"{path} is empty: expected one JSON object of token ids per line")
     if not kept:
         raise TrainingError(
-            f"{path}: none of {short} responses has the {block_size} tokens of a block within max_length {max_length}; "
-            "regenerate longer responses, or lower block_size"
+            f"{path}: none of the {too_short} responses fills a block of {block_size} tokens within max_length "
+            f"{max_length}; regenerate longer responses, or lower block_size"
         )
-    return Records(kept, short, cut)
+    return Records(kept, too_short, truncated)
 
 
 def _rows(path: str | Path) -> Iterator[tuple[int, dict[str, Any]]]:
@@ -90,32 +90,32 @@ def _token_ids(row: dict[str, Any], key: str, where: str, vocab_size: int) -> li
     ids = row.get(key)
     if not isinstance(ids, list) or not all(type(token) is int for token in ids):
         raise TrainingError(
-            f"{where}: `{key}` must be a list of token ids; found {str(ids)[:60]!r} among the keys {sorted(row)}. "
-            "Make the file with `hf-dflash data`"
+            f"{where}: `{key}` must be a list of token ids; found {str(ids)[:60]!r} in a row with the keys "
+            f"{sorted(row)}. Create the file with `hf-dflash data`"
         )
-    beyond = [token for token in ids if not 0 <= token < vocab_size]
-    if beyond:
-        raise TrainingError(f"{where}: token {beyond[0]} in `{key}` is outside the target's vocabulary of {vocab_size}")
+    out_of_range = [token for token in ids if not 0 <= token < vocab_size]
+    if out_of_range:
+        raise TrainingError(
+            f"{where}: token {out_of_range[0]} in `{key}` is outside the target's vocabulary of {vocab_size}"
+        )
     return ids
 
 
 def split(records: list[Record], held_out: int, seed: int) -> tuple[list[Record], list[Record]]:
-    """Training and held-out records: `held_out` of them drawn at random, the same for the same seed.
+    """Split into training and held-out records, holding out `held_out` at random (deterministic given the seed).
 
     Raises:
-        TrainingError: nothing would be left to train on.
+        TrainingError: no records would be left to train on.
     """
     if held_out >= len(records):
-        raise TrainingError(
-            f"{held_out} records are to be held out, but there are only {len(records)}: lower `held_out`"
-        )
+        raise TrainingError(f"cannot hold out {held_out} records, there are only {len(records)}: lower `held_out`")
     chosen = set(random.Random(seed).sample(range(len(records)), held_out))
     train = [record for index, record in enumerate(records) if index not in chosen]
     return train, [records[index] for index in sorted(chosen)]
 
 
 def response_token_counts(records: Sequence[Record], vocab_size: int) -> torch.LongTensor:
-    """`(vocab_size,)` how often each token occurs in the responses."""
+    """Count how often each token occurs in the responses, as `(vocab_size,)`."""
     counts = torch.zeros(vocab_size, dtype=torch.long)
     for record in records:
         counts += torch.bincount(torch.tensor(record.response_ids), minlength=vocab_size)
@@ -123,7 +123,7 @@ def response_token_counts(records: Sequence[Record], vocab_size: int) -> torch.L
 
 
 class RecordDataset(Dataset):
-    """Records by index, with cached target states where a cache is given (see `state_cache.CachedStates`)."""
+    """Records by index, with their target states if a cache is given (see `state_cache.CachedStates`)."""
 
     def __init__(self, records: Sequence[Record], states: Any = None):
         self.records = list(records)
@@ -141,11 +141,11 @@ class RecordDataset(Dataset):
 
 
 def collate(items: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
-    """Pad on the right.
+    """Collate a batch, padded on the right.
 
     Returns:
-        `input_ids (batch, c)`, `lengths (batch,)`, `prompt_lengths (batch,)`, `indices (batch,)`, and where states are
-        cached `taps (batch, c, taps * hidden)` and perhaps `final (batch, c, hidden)`.
+        `input_ids (batch, c)`, `lengths (batch,)`, `prompt_lengths (batch,)`, `indices (batch,)`, and with cached
+        states `taps (batch, c, taps * hidden)` and, if stored, `final (batch, c, hidden)`.
     """
     lengths = torch.tensor([len(item["ids"]) for item in items])
     width = int(lengths.max())
@@ -164,5 +164,5 @@ def collate(items: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
 
 
 def save_split(path: Path, held_out: Sequence[Record]) -> None:
-    """Write the names of the held-out records, so that whoever has the data can tell them apart."""
+    """Write the names of the held-out records, so that the split can be reconstructed from the data."""
     path.write_text(json.dumps({"held_out": [record.name for record in held_out]}, indent=1) + "\n", encoding="utf-8")

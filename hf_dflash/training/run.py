@@ -1,9 +1,4 @@
-"""A training run from settings to a finished draft.
-
-Owns: the order of things: read and check everything, build the draft, capture states, train, measure, save.
-
-Does not know: the command line, what any of the steps do inside.
-"""
+"""A training run from settings to a finished draft: checks, draft, target states, training, evaluation, saving."""
 
 import json
 from collections.abc import Callable
@@ -40,14 +35,14 @@ SETTINGS_FILE, DRAFT_FOLDER, PLOT_FILE, REPORT_FILE = "training.yaml", "draft", 
 
 @dataclass(frozen=True)
 class TrainingResult:
-    """Where the draft is and how good it got.
+    """The result of a training run.
 
     Attributes:
-        draft_folder: the finished draft in the layout that was asked for; None where training was interrupted.
+        draft_folder: the finished draft in the requested layout; None if training was interrupted.
         steps: optimizer steps done.
-        held_out: acceptance on the held-out records, None where none were held out.
-        real_tau: acceptance length of `generate` on held-out prompts, None where it was not measured.
-        interrupted: Ctrl-C ended training; a complete checkpoint is there to resume from.
+        held_out: acceptance on the held-out records, None if none were held out.
+        real_tau: acceptance length of `generate` on held-out prompts, None if it was not measured.
+        interrupted: whether training was stopped by Ctrl-C; a complete checkpoint to resume from was saved.
     """
 
     draft_folder: Path | None
@@ -63,75 +58,75 @@ def train(
     resume: bool = False,
     target_model: Any = None,
     tokenizer: Any = None,
-    tell: Callable[[str], None] = print,
+    log: Callable[[str], None] = print,
 ) -> TrainingResult:
-    """Train a draft as the settings say.
+    """Train a draft.
 
     Args:
-        resume: go on from the newest complete checkpoint in `settings.out`, with the same order of data.
-        target_model, tokenizer: already loaded ones; by default those of `settings.target` are loaded.
-        tell: takes lines for the user.
+        resume: continue from the latest complete checkpoint in `settings.out`, with the same data order.
+        target_model, tokenizer: already loaded; by default, `settings.target` is loaded.
+        log: called with each line of progress.
 
     Raises:
-        TrainingError: data, settings or folder that cannot give a usable draft; nothing has been written then.
-        UnsupportedTargetError: a target that cannot be tapped.
+        TrainingError: data, settings or folder cannot be used; nothing has been written in this case.
+        UnsupportedTargetError: the target cannot be tapped.
         MissingPackageError: accelerate is not installed.
     """
     settings = settings.check()
     arguments = _arguments(settings)
     if not is_main_process():
-        tell = _silence
+        log = _no_log
     out = Path(settings.out)
     checkpoint = _checkpoint(out, settings, resume)
     torch.manual_seed(settings.seed)
     target, tokenizer = _load_target(settings, target_model, tokenizer)
-    earlier = load_draft(settings.warm_start, dtype=torch.float32) if settings.warm_start else None
-    block_size = earlier.config.block_size if earlier is not None else settings.block_size
+    warm_start = load_draft(settings.warm_start, dtype=torch.float32) if settings.warm_start else None
+    block_size = warm_start.config.block_size if warm_start is not None else settings.block_size
     records = read_records(
         settings.data, block_size=block_size, max_length=settings.max_length, vocab_size=target.num_embeddings
     )
     training, held_out = split(records.kept, settings.held_out, settings.seed)
-    draft = _make_draft(settings, target, tokenizer, training, earlier, tell)
-    _tell_plan(tell, settings, target, draft, records, training, held_out)
+    draft = _make_draft(settings, target, tokenizer, training, warm_start, log)
+    _log_plan(log, settings, target, draft, records, training, held_out)
 
     if is_main_process():
         out.mkdir(parents=True, exist_ok=True)
         settings.to_yaml(out / SETTINGS_FILE)
         save_split(out / "held_out.json", held_out)
-    states = _states(settings, target, draft, training, tell)
+    states = _states(settings, target, draft, training, log)
     trainer, interrupt = _make_trainer(settings, arguments, target, draft, training, held_out, states)
     try:
         trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
     except OSError as error:
         raise TrainingError(
-            f"training stopped at step {trainer.state.global_step}: {error}. Go on from the newest complete checkpoint "
-            "in the folder with --resume"
+            f"training stopped at step {trainer.state.global_step}: {error}. Continue from the latest complete "
+            "checkpoint with --resume"
         ) from error
     if is_main_process():
         plot_run(trainer.state.log_history, out / PLOT_FILE)
     if interrupt.interrupted:
-        tell(f"Interrupted at step {trainer.state.global_step}: a checkpoint was saved. Go on with --resume.")
+        log(f"Interrupted at step {trainer.state.global_step}; a checkpoint was saved. Continue with --resume.")
         return TrainingResult(None, trainer.state.global_step, None, None, True)
-    return _finish(settings, target, draft, held_out, trainer.state.global_step, tell)
+    return _finish(settings, target, draft, held_out, trainer.state.global_step, log)
 
 
 def is_main_process() -> bool:
-    """Of several processes that train together, one writes."""
+    """Whether this is the process that writes and logs."""
     from accelerate import PartialState
 
     return PartialState().is_main_process
 
 
-def _silence(line: str) -> None:
-    """What processes other than the main one say."""
+def _no_log(line: str) -> None:
+    """The `log` of all processes but the main one."""
 
 
 def _arguments(settings: TrainingSettings) -> Any:
-    """transformers' arguments; making them also joins the processes that train together, so they come first."""
+    """Make transformers' arguments first: this also initializes the process group."""
     try:
         import accelerate  # noqa: F401
     except ImportError as error:
-        raise MissingPackageError("training needs the package accelerate: `pip install accelerate`") from error
+        raise MissingPackageError("training needs accelerate: `pip install accelerate`") from error
     from hf_dflash.training.trainer import make_arguments
 
     return make_arguments(settings)
@@ -143,7 +138,7 @@ def _checkpoint(out: Path, settings: TrainingSettings, resume: bool) -> Path | N
     if resume:
         return check_resume(out, out / SETTINGS_FILE, settings)
     if last_complete_checkpoint(out) is not None:
-        raise TrainingError(f"{out} already holds checkpoints of a run: go on with --resume, or choose another folder")
+        raise TrainingError(f"{out} already holds checkpoints: continue with --resume, or choose another folder")
     return None
 
 
@@ -160,7 +155,7 @@ def _load_target(settings: TrainingSettings, model: Any, tokenizer: Any) -> tupl
         try:
             tokenizer = tokenizer or AutoTokenizer.from_pretrained(settings.target, **options)
         except (OSError, ValueError):
-            # Training reads token ids; without a tokenizer only the choice of the mask token has less to go by.
+            # Training runs on token ids. The tokenizer only helps to choose the mask token.
             tokenizer = None
     return Target(model.eval().requires_grad_(False)), tokenizer
 
@@ -170,30 +165,30 @@ def _make_draft(
     target: Target,
     tokenizer: Any,
     training: list[Record],
-    earlier: DFlashDraftModel | None,
-    tell: Callable[[str], None],
+    warm_start: DFlashDraftModel | None,
+    log: Callable[[str], None],
 ) -> DFlashDraftModel:
-    """A new draft, or the one to go on with."""
+    """Return a new draft, or the warm start."""
     counts = response_token_counts(training, target.num_embeddings)
     for record in training:
         counts += torch.bincount(torch.tensor(record.prompt_ids), minlength=target.num_embeddings)
-    if earlier is not None:
-        check_warm_start(earlier, target, settings)
-        choose_mask_token(target, tokenizer, counts, earlier.config.mask_token_id)
-        draft = earlier
-        tell(f"Going on from {settings.warm_start}: {draft.num_parameters() / 1e6:.1f} million parameters.")
+    if warm_start is not None:
+        check_warm_start(warm_start, target, settings)
+        choose_mask_token(target, tokenizer, counts, warm_start.config.mask_token_id)
+        draft = warm_start
+        log(f"Starting from {settings.warm_start}: {draft.num_parameters() / 1e6:.1f} million parameters.")
     else:
         config = make_config(target, settings, choose_mask_token(target, tokenizer, counts, settings.mask_token_id))
         draft = DFlashDraftModel(config)
         if settings.initial_weights == "target":
             copied = copy_from_target(draft, target)
-            tell(f"Copied {len(copied)} of {len(list(draft.parameters()))} parameters from the target.")
+            log(f"Copied {len(copied)} of {len(list(draft.parameters()))} parameters from the target.")
     draft.set_attn_implementation(settings.attention)
     return draft.float().to(target.model.device).train()
 
 
-def _tell_plan(
-    tell: Callable[[str], None],
+def _log_plan(
+    log: Callable[[str], None],
     settings: TrainingSettings,
     target: Target,
     draft: DFlashDraftModel,
@@ -202,11 +197,12 @@ def _tell_plan(
     held_out: list[Record],
 ) -> None:
     config = draft.config
-    tell(
-        f"Data: {len(training)} records to train on, {len(held_out)} held out, {records.num_tokens:,} tokens; "
-        f"{records.too_short} left out (shorter than a block), {records.cut} cut to {settings.max_length} tokens."
+    log(
+        f"Data: {len(training)} training records, {len(held_out)} held out, {records.num_tokens:,} tokens; "
+        f"{records.too_short} dropped (shorter than a block), {records.truncated} truncated to {settings.max_length} "
+        "tokens."
     )
-    tell(
+    log(
         f"Draft: DFlash {config.dflash_version}, {config.num_hidden_layers} layers, block {config.block_size}, "
         f"taps {config.target_layer_ids} of {target.name} ({target.text_config.num_hidden_layers} layers), "
         f"mask token {config.mask_token_id}, "
@@ -219,9 +215,9 @@ def _states(
     target: Target,
     draft: DFlashDraftModel,
     training: list[Record],
-    tell: Callable[[str], None],
+    log: Callable[[str], None],
 ) -> CachedStates | None:
-    """The cached target states, built now where they are not there yet."""
+    """Return the cached target states, building them if needed; None for online states."""
     if settings.states == "online":
         return None
     from accelerate import PartialState
@@ -239,10 +235,10 @@ def _states(
     folder = Path(settings.states_dir or Path(settings.out) / "states")
     tokens = sum(map(len, training))
     size = cache_bytes(tokens, description["taps_width"], description["final_width"])
-    tell(f"Target states: {tokens:,} tokens, {size / 1e9:.2f} GB in {folder}.")
+    log(f"Target states: {tokens:,} tokens, {size / 1e9:.2f} GB in {folder}.")
     capture = StateCapture(target, draft.config.target_layer_ids, with_final=final)
-    bar = tqdm(total=len(training), desc="target states", unit="text", disable=not is_main_process())
-    # The first process builds the cache; the others find it finished.
+    bar = tqdm(total=len(training), desc="target states", unit="record", disable=not is_main_process())
+    # The main process builds the cache, the others wait and then read it.
     with bar, PartialState().main_process_first():
         build_state_cache(folder, training, capture, description, on_batch=lambda done: bar.update(done - bar.n))
     return CachedStates(folder)
@@ -264,8 +260,8 @@ def _make_trainer(
         frequent = response_token_counts(training, target.num_embeddings).topk(settings.loss_vocabulary).indices
     if arguments.world_size > 1 and (draft.config.dflash_version == 2 or draft.embed_tokens is not None):
         raise TrainingError(
-            "DFlash 2 and drafts with embeddings of their own train in one process: they use parameters outside the "
-            "draft's forward, whose gradients the processes would not share"
+            "DFlash 2 drafts and drafts with their own embeddings can only be trained in a single process: they use "
+            "parameters outside the draft's forward, whose gradients would not be synchronized"
         )
     interrupt = StopOnInterrupt()
     trainer = DraftTrainer(
@@ -286,19 +282,19 @@ def _finish(
     draft: DFlashDraftModel,
     held_out: list[Record],
     steps: int,
-    tell: Callable[[str], None],
+    log: Callable[[str], None],
 ) -> TrainingResult:
-    """Measure what was trained and save it in bfloat16, the dtype that drafts run in."""
+    """Evaluate the trained draft and save it in bfloat16, the dtype that drafts run in."""
     out = Path(settings.out)
     draft = draft.eval().to(torch.bfloat16)
     measured = None
     if held_out:
         measured = measure_acceptance(draft, target, [(list(r.prompt_ids), list(r.response_ids)) for r in held_out])
         shares = " ".join(f"{share:.2f}" for share in measured.by_position)
-        tell(f"Held-out records: tau {measured.tau:.2f}; accepted by position {shares}.")
+        log(f"Held-out records: tau {measured.tau:.2f}; acceptance by position {shares}.")
     real = _real_tau(settings, target, draft, held_out)
     if real is not None:
-        tell(f"generate() on {min(settings.final_prompts, len(held_out))} held-out prompts: tau {real:.2f}.")
+        log(f"generate() on {min(settings.final_prompts, len(held_out))} held-out prompts: tau {real:.2f}.")
     report = {
         "steps": steps,
         "held_out_tau": measured and round(measured.tau, 4),
@@ -309,7 +305,7 @@ def _finish(
     if is_main_process():
         (out / REPORT_FILE).write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
         save_draft(draft, folder, settings.layout)
-    tell(f"The draft is in {folder} (layout {settings.layout}).")
+    log(f"The draft is in {folder} ({settings.layout} layout).")
     return TrainingResult(folder, steps, measured, real, False)
 
 
@@ -317,15 +313,15 @@ def _finish(
 def _real_tau(
     settings: TrainingSettings, target: Target, draft: DFlashDraftModel, held_out: list[Record]
 ) -> float | None:
-    """Tokens per round of greedy `generate` with the draft, over the first held-out prompts."""
+    """Measure tokens per round of greedy `generate` with the draft, over the first held-out prompts."""
     from hf_dflash.decoding.generate import DFlashGenerate
     from hf_dflash.decoding.statistics import DFlashStatistics
 
-    found: list[DFlashStatistics] = []
-    generate = DFlashGenerate(draft, stats=found.append)
+    stats: list[DFlashStatistics] = []
+    generate = DFlashGenerate(draft, stats=stats.append)
     for record in held_out[: settings.final_prompts]:
         ids = torch.tensor([record.prompt_ids], device=target.model.device)
         options = {"max_new_tokens": settings.final_tokens, "do_sample": False, "custom_generate": generate}
         target.model.generate(ids, attention_mask=torch.ones_like(ids), **options)
-    rounds = sum(statistics.rounds for statistics in found)
-    return sum(sum(statistics.committed) for statistics in found) / rounds if rounds else None
+    rounds = sum(call.rounds for call in stats)
+    return sum(sum(call.committed) for call in stats) / rounds if rounds else None

@@ -1,9 +1,6 @@
-"""The draft before its first step: its shape, its taps, its mask token, its first weights.
+"""Set up the draft before training: configuration, taps, mask token, initial weights, warm starts.
 
-Owns: the defaults that follow from a target (all of them written explicitly into the configuration), the choice and
-check of a mask token, weights copied from the target, warm starts.
-
-Does not know: data files beyond token counts, optimization.
+Defaults that follow from the target are all written explicitly into the configuration.
 """
 
 from collections.abc import Sequence
@@ -20,51 +17,52 @@ from hf_dflash.training.settings import TrainingSettings
 
 
 def default_taps(num_target_layers: int, count: int) -> list[int]:
-    """`count` target layers, evenly spread from layer 1 to the fourth last, as in the published drafts.
+    """Return `count` evenly spaced target layers from layer 1 to the third last, as in the published drafts.
 
     Example:
-        5 of 36 layers: 1, 9, 17, 25, 33. Targets of fewer than 6 layers are tapped from their first to their last
-        layer.
+        5 of 36 layers: 1, 9, 17, 25, 33. Targets with fewer than 6 layers are tapped from the first to the last layer.
     """
     first, last = (1, num_target_layers - 3) if num_target_layers >= 6 else (0, num_target_layers - 1)
     if count > last - first + 1:
         raise TrainingError(
             f"{count} taps do not fit between layers {first} and {last} of a target with {num_target_layers} layers; "
-            "ask for fewer, or name them with `taps`"
+            "use fewer, or set `taps`"
         )
     if count == 1:
         return [(first + last) // 2]
     return [round(first + at * (last - first) / (count - 1)) for at in range(count)]
 
 
-def choose_mask_token(target: Target, tokenizer: Any, counts: torch.LongTensor, wanted: int | None) -> int:
-    """The id that stands for "to be proposed": one that the target can embed and that no text contains.
+def choose_mask_token(target: Target, tokenizer: Any, counts: torch.LongTensor, requested: int | None) -> int:
+    """Choose the mask token: an id that the target can embed and that no training text contains.
 
-    Of the unused ids the tokenizer's own special tokens come first, then ids that the tokenizer does not know, then
-    any other.
+    Unused ids are tried in this order: the tokenizer's special tokens, ids outside the tokenizer's vocabulary, any
+    other.
 
     Args:
         counts: `(vocabulary,)` how often each id occurs in the training texts.
-        wanted: the user's choice, only checked.
+        requested: the user's choice; only checked.
 
     Raises:
-        TrainingError: the wanted id is outside the vocabulary, ends or pads texts, or occurs in them; or no id is free.
+        TrainingError: the requested id is outside the vocabulary, has a meaning (such as EOS or padding) or occurs in
+            the texts; or no id is free.
     """
-    known = _token_ids_with_a_meaning(target, tokenizer)
-    if wanted is not None:
-        if not 0 <= wanted < target.num_embeddings:
+    reserved = _reserved_token_ids(target, tokenizer)
+    if requested is not None:
+        if not 0 <= requested < target.num_embeddings:
             raise TrainingError(
-                f"mask_token_id {wanted} is outside the target's {target.num_embeddings} embedding rows"
+                f"mask_token_id {requested} is outside the target's {target.num_embeddings} embedding rows"
             )
-        if wanted in known:
+        if requested in reserved:
             raise TrainingError(
-                f"mask_token_id {wanted} already means something ({known[wanted]}); choose an unused id"
+                f"mask_token_id {requested} is already in use ({reserved[requested]}); choose an unused id"
             )
-        if wanted < len(counts) and counts[wanted]:
+        if requested < len(counts) and counts[requested]:
             raise TrainingError(
-                f"mask_token_id {wanted} occurs {int(counts[wanted])} times in the training texts; choose an unused id"
+                f"mask_token_id {requested} occurs {int(counts[requested])} times in the training texts; choose an "
+                "unused id"
             )
-        return wanted
+        return requested
     special = set(getattr(tokenizer, "all_special_ids", ()) or ()) | set(
         getattr(tokenizer, "added_tokens_decoder", {}) or {}
     )
@@ -77,22 +75,22 @@ def choose_mask_token(target: Target, tokenizer: Any, counts: torch.LongTensor, 
     for candidate in order:
         if (
             candidate < target.num_embeddings
-            and candidate not in known
+            and candidate not in reserved
             and not (candidate < len(counts) and counts[candidate])
         ):
             return candidate
     raise TrainingError(
-        "every token of the target's vocabulary is in use, so none is free as mask token; name one with mask_token_id"
+        "every token in the target's vocabulary is in use, so none is free as mask token; set mask_token_id"
     )
 
 
-def _token_ids_with_a_meaning(target: Target, tokenizer: Any) -> dict[int, str]:
-    """Ids that must not be the mask token, and what they are."""
+def _reserved_token_ids(target: Target, tokenizer: Any) -> dict[int, str]:
+    """Return the ids that must not be the mask token, with the reason."""
     result: dict[int, str] = {}
     for source in (target.text_config, target.model.generation_config, tokenizer):
         for name in ("bos_token_id", "eos_token_id", "pad_token_id", "unk_token_id"):
-            found = getattr(source, name, None)
-            for token in found if isinstance(found, (list, tuple)) else [found]:
+            ids = getattr(source, name, None)
+            for token in ids if isinstance(ids, (list, tuple)) else [ids]:
                 if token is not None:
                     result.setdefault(token, name)
     template = getattr(tokenizer, "chat_template", None) or ""
@@ -103,7 +101,7 @@ def _token_ids_with_a_meaning(target: Target, tokenizer: Any) -> dict[int, str]:
 
 
 def make_config(target: Target, settings: TrainingSettings, mask_token_id: int) -> DFlashConfig:
-    """The configuration of a new draft: sizes of the target unless the settings say otherwise."""
+    """Make the configuration of a new draft, with the target's sizes unless the settings override them."""
     text = target.text_config
     layers = settings.layers
     taps = settings.taps or default_taps(text.num_hidden_layers, settings.num_taps)
@@ -140,7 +138,7 @@ def make_config(target: Target, settings: TrainingSettings, mask_token_id: int) 
         target_hidden_size=text.hidden_size,
         target_vocab_size=target.num_embeddings,
         target_num_hidden_layers=text.num_hidden_layers,
-        # A draft has no special tokens of its own; transformers' defaults would be read as such.
+        # A draft has no special tokens of its own, so do not store transformers' defaults.
         bos_token_id=None,
         eos_token_id=None,
         pad_token_id=None,
@@ -149,7 +147,7 @@ def make_config(target: Target, settings: TrainingSettings, mask_token_id: int) 
 
 
 def _rope_theta(text_config: Any) -> float:
-    """The target's theta; where it has one per layer type, that of full attention.
+    """Return the target's theta, or that of full attention if it differs by layer type.
 
     Scaling and M-RoPE sections are not inherited.
     """
@@ -160,22 +158,22 @@ def _rope_theta(text_config: Any) -> float:
 
 @torch.no_grad()
 def copy_from_target(draft: DFlashDraftModel, target: Target) -> list[str]:
-    """Start from the target's last attention layers instead of random weights.
+    """Initialize from the target's last attention layers instead of random weights.
 
-    Draft layer i of n takes the projections and norms of the i-th of the target's last n layers with attention,
-    wherever the shapes agree; `norm` takes the target's final norm, `hidden_norm` the input norm of the first layer
-    copied, and `fc` starts as the mean of the taps (an identity over n_taps for each).
+    Draft layer i of n copies the projections and norms of the i-th of the target's last n attention layers, if the
+    shapes match. `norm` copies the target's final norm, `hidden_norm` the input norm of the first copied layer, and
+    `fc` starts as the mean of the taps (identity / n_taps for each).
 
     Returns:
-        the names of the draft's parameters that were set.
+        the names of the draft parameters that were set.
     """
     own = dict(draft.named_parameters())
-    done: list[str] = []
+    copied: list[str] = []
 
     def set_weight(name: str, value: torch.Tensor | None) -> None:
         if value is not None and value.is_floating_point() and value.shape == own[name].shape:
             own[name].copy_(value)
-            done.append(name)
+            copied.append(name)
 
     sources = [
         layer for layer in target.layers if getattr(getattr(layer, "self_attn", None), "q_proj", None) is not None
@@ -194,7 +192,7 @@ def copy_from_target(draft: DFlashDraftModel, target: Target) -> list[str]:
     taps, width = len(draft.config.target_layer_ids), draft.config.hidden_size
     if draft.config.target_hidden_size == width:
         set_weight("fc.weight", (torch.eye(width) / taps).repeat(1, taps))
-    return done
+    return copied
 
 
 def _weight(module: nn.Module, path: str) -> torch.Tensor | None:
@@ -204,7 +202,7 @@ def _weight(module: nn.Module, path: str) -> torch.Tensor | None:
 
 
 def _norm_scale(module: nn.Module, path: str) -> torch.Tensor | None:
-    """What an RMS norm multiplies by, found by calling it on ones: some families store the scale less 1."""
+    """Return the scale of an RMS norm by calling it on ones, because some model families store scale - 1."""
     for name in path.split("."):
         module = getattr(module, name, None)
     weight = getattr(module, "weight", None)
@@ -214,38 +212,38 @@ def _norm_scale(module: nn.Module, path: str) -> torch.Tensor | None:
 
 
 def check_warm_start(draft: DFlashDraftModel, target: Target, settings: TrainingSettings) -> None:
-    """A draft to go on with must fit the target and the settings that were named.
+    """Check that the draft to start from matches the target and the settings that the user set.
 
     Raises:
-        TrainingError: naming both sides.
+        TrainingError: on a mismatch, naming both values.
     """
     config, text = draft.config, target.text_config
-    facts: Sequence[tuple[str, Any, Any]] = (
+    required: Sequence[tuple[str, Any, Any]] = (
         ("hidden size", config.target_hidden_size or config.hidden_size, text.hidden_size),
         ("target layers", config.target_num_hidden_layers, text.num_hidden_layers),
     )
-    for name, found, needed in facts:
-        if found is not None and found != needed:
+    for name, value, expected in required:
+        if value is not None and value != expected:
             raise TrainingError(
-                f"warm_start: the draft was made for a target with {name} {found}, and {target.name} has {needed}"
+                f"warm_start: the draft was made for a target with {name} {value}, but {target.name} has {expected}"
             )
     if draft.lm_head is not None:
         raise TrainingError(
-            f"warm_start: the draft has a head of its own for {config.draft_vocab_size} tokens; only drafts that "
-            "borrow the target's head can be trained on"
+            f"warm_start: the draft has its own head for {config.draft_vocab_size} tokens; only drafts that use the "
+            "target's head can be trained"
         )
     if max(config.target_layer_ids) >= text.num_hidden_layers:
         raise TrainingError(
-            f"warm_start: the draft taps layers {config.target_layer_ids}, and {target.name} has "
+            f"warm_start: the draft taps layers {config.target_layer_ids}, but {target.name} has "
             f"{text.num_hidden_layers}"
         )
-    for name, found in (
+    for name, value in (
         ("block_size", config.block_size),
         ("taps", config.target_layer_ids),
         ("version", config.dflash_version),
     ):
-        wanted = getattr(settings, name)
-        if wanted not in (None, found) and name in settings.named:
+        requested = getattr(settings, name)
+        if requested not in (None, value) and name in settings.named:
             raise TrainingError(
-                f"warm_start: the draft has {name} {found}, and the settings ask for {wanted}; leave {name} out"
+                f"warm_start: the draft has {name} {value}, but the settings have {requested}; do not set {name}"
             )

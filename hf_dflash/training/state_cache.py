@@ -1,11 +1,8 @@
-"""Target states on disk, so that several epochs need the target only once.
+"""Target states cached on disk, so that several epochs run the target only once.
 
-Owns: memory-mapped safetensors shards of taps (and last hidden states), how large they get, building them atomically.
-
-Does not know: how states are captured, training.
-
-A cache is a folder of `shard-00000.safetensors`, ... and an `index.json` that is written last: record name to shard,
-first row and rows; a shard holds `taps (rows, taps * hidden)` and perhaps `final (rows, hidden)` in bfloat16.
+A cache is a folder of memory-mapped shards `shard-00000.safetensors`, ... and an `index.json` that is written last and
+maps each record name to shard, first row and number of rows. A shard holds `taps (rows, taps * hidden)` and optionally
+`final (rows, hidden)` in bfloat16.
 """
 
 import json
@@ -23,12 +20,12 @@ from hf_dflash.files import atomic_path, atomic_write
 from hf_dflash.training.records import Record
 from hf_dflash.training.states import StateCapture
 
-BYTES = 2  # of a bfloat16 value
+BYTES_PER_VALUE = 2  # bfloat16
 
 
 def cache_bytes(num_tokens: int, taps_width: int, final_width: int) -> int:
-    """Size on disk of the states of `num_tokens` tokens, in bytes."""
-    return num_tokens * (taps_width + final_width) * BYTES
+    """Return the size on disk of the states of `num_tokens` tokens, in bytes."""
+    return num_tokens * (taps_width + final_width) * BYTES_PER_VALUE
 
 
 def build_state_cache(
@@ -41,30 +38,29 @@ def build_state_cache(
     rows_per_shard: int = 65536,
     on_batch: Callable[[int], None] | None = None,
 ) -> Path:
-    """Capture the states of every record, or return at once where `folder` already holds them.
+    """Capture the states of every record, or return immediately if `folder` already holds them.
 
     Args:
-        description: what the states depend on besides the records (target, taps, with or without last states); stored,
-            and compared when the folder is met again.
+        description: what the states depend on besides the records (target, taps, with or without last states). It is
+            stored, and compared when the folder is reused.
         on_batch: called with the number of records done.
 
     Raises:
-        TrainingError: the folder holds states of something else, or the disk has not enough room.
+        TrainingError: the folder holds different states, or there is not enough disk space.
     """
     folder = Path(folder)
     index_path = folder / "index.json"
-    wanted = {"description": description, "records": [record.name for record in records]}
+    expected = {"description": description, "records": [record.name for record in records]}
     if index_path.exists():
-        found = json.loads(index_path.read_text(encoding="utf-8"))
-        if found["description"] != description or set(wanted["records"]) - set(found["records"]):
+        stored = json.loads(index_path.read_text(encoding="utf-8"))
+        if stored["description"] != description or set(expected["records"]) - set(stored["records"]):
             raise TrainingError(
-                f"{folder} holds the target states of something else: {found['description']}, "
-                f"{len(found['records'])} records; wanted {description}, {len(records)} records. "
-                "Choose another states_dir, or delete it"
+                f"{folder} holds different target states: {stored['description']}, {len(stored['records'])} records; "
+                f"expected {description}, {len(records)} records. Choose another states_dir, or delete the folder"
             )
         return folder
     folder.mkdir(parents=True, exist_ok=True)
-    _check_room(folder, records, description)
+    _check_disk_space(folder, records, description)
     entries: dict[str, list[int]] = {}
     shard, pending, rows = 0, [], 0
     ordered = sorted(records, key=len)
@@ -83,19 +79,19 @@ def build_state_cache(
     return folder
 
 
-def _check_room(folder: Path, records: Sequence[Record], description: dict[str, Any]) -> None:
+def _check_disk_space(folder: Path, records: Sequence[Record], description: dict[str, Any]) -> None:
     tokens = sum(map(len, records))
     needed = cache_bytes(tokens, description["taps_width"], description["final_width"])
     free = shutil.disk_usage(folder).free
     if needed > free:
         raise TrainingError(
-            f"the target states of {tokens:,} tokens need {needed / 1e9:.2f} GB, and {folder} has "
+            f"the target states of {tokens:,} tokens need {needed / 1e9:.2f} GB, but {folder} has only "
             f"{free / 1e9:.2f} GB free; use states: online, fewer records or another states_dir"
         )
 
 
 def _capture(batch: Sequence[Record], capture: StateCapture) -> list[dict[str, torch.Tensor]]:
-    """Unpadded states of each record, on the CPU in bfloat16."""
+    """Capture the unpadded states of each record, on the CPU in bfloat16."""
     ids = torch.zeros(len(batch), max(map(len, batch)), dtype=torch.long)
     for row, record in enumerate(batch):
         ids[row, : len(record)] = torch.tensor(record.prompt_ids + record.response_ids)
@@ -117,7 +113,7 @@ def _write_shard(folder: Path, shard: int, pending: list[dict[str, torch.Tensor]
 
 
 class CachedStates:
-    """States by record name, read from the memory-mapped shards as they are asked for."""
+    """States by record name, read on demand from the memory-mapped shards."""
 
     def __init__(self, folder: str | Path):
         self._folder = Path(folder)
@@ -127,7 +123,7 @@ class CachedStates:
         self._files: dict[int, Any] = {}
 
     def __getitem__(self, name: str) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """`taps (tokens, taps * hidden)` and `final (tokens, hidden)` or None, bfloat16."""
+        """Return `taps (tokens, taps * hidden)` and `final (tokens, hidden)` or None, in bfloat16."""
         shard, first, rows = self._entries[name]
         if shard not in self._files:
             self._files[shard] = safe_open(self._folder / f"shard-{shard:05d}.safetensors", framework="pt")
@@ -136,5 +132,5 @@ class CachedStates:
         return read("taps"), read("final") if "final" in file.keys() else None  # noqa: SIM118
 
     def __getstate__(self) -> dict[str, Any]:
-        """Open files do not travel to data loader workers; each opens its own."""
+        """Drop open files: each data loader worker opens its own."""
         return {**self.__dict__, "_files": {}}

@@ -1,8 +1,6 @@
-"""What the target knows of a text: taps and, for distillation, its last hidden state.
+"""Capture the target states of a text (taps and, for distillation, the last hidden state), and run the draft with them.
 
-Owns: one forward of the target that keeps only these, and running the draft on packed blocks with them.
-
-Does not know: data sets, losses, files (see `state_cache`).
+Storing states on disk is left to `state_cache`.
 """
 
 from dataclasses import dataclass
@@ -17,11 +15,11 @@ from hf_dflash.training.packing import PackedBlocks, attention_masks, flex_block
 
 @dataclass(frozen=True)
 class TargetStates:
-    """States of a batch of sequences.
+    """Target states of a batch of sequences.
 
     Attributes:
-        taps: `(batch, c, taps * hidden)`, outputs of the tapped decoder layers side by side.
-        final: `(batch, c, hidden)`, what the target's head reads at each position, or None. `final[:, p]` predicts
+        taps: `(batch, c, taps * hidden)`, concatenated outputs of the tapped decoder layers.
+        final: `(batch, c, hidden)`, the input of the target's head at each position, or None. `final[:, p]` predicts
             token p + 1.
     """
 
@@ -30,13 +28,12 @@ class TargetStates:
 
 
 class StateCapture:
-    """Runs the target over whole sequences and keeps taps (and the last hidden state), without its head and without a
-    cache.
+    """Runs the target over whole sequences, without head and cache, and keeps the taps (and the last hidden state).
 
     Args:
         target: the target.
-        layer_ids: the draft's taps.
-        with_final: keep the last hidden state too.
+        layer_ids: target layers that the draft taps.
+        with_final: whether to keep the last hidden state too.
     """
 
     def __init__(self, target: Target, layer_ids: list[int], with_final: bool = False):
@@ -47,9 +44,9 @@ class StateCapture:
 
     @torch.no_grad()
     def __call__(self, input_ids: torch.LongTensor) -> TargetStates:
-        """States of `(batch, c)` sequences padded on the right.
+        """Capture the states of `(batch, c)` sequences padded on the right.
 
-        No mask is needed: a causal model's states at real positions do not depend on the padding behind them.
+        No mask is needed: in a causal model, states at real positions do not depend on the padding after them.
         """
         ids = input_ids.to(self._target.model.device)
         with self._target.taps(self._layer_ids) as taps, taps.recording():
@@ -59,24 +56,24 @@ class StateCapture:
 
 
 def run_blocks(
-    draft: Any, config_of: DFlashDraftModel, target: Target, taps: torch.Tensor, packed: PackedBlocks
+    draft: Any, unwrapped: DFlashDraftModel, target: Target, taps: torch.Tensor, packed: PackedBlocks
 ) -> torch.Tensor:
-    """The draft's hidden states at every block position.
+    """Compute the draft's hidden states at every block position.
 
     Args:
-        draft: what is called: the draft, or the draft wrapped for several devices.
-        config_of: the bare draft.
+        draft: the draft to call, possibly wrapped for several devices.
+        unwrapped: the same draft without the wrapper.
         taps: `(batch, c, taps * hidden)`.
 
     Returns:
         `(batch, m, s, hidden)`.
     """
     with torch.no_grad():
-        embedded = target.embed(packed.input_ids) if config_of.embed_tokens is None else None
+        embedded = target.embed(packed.input_ids) if unwrapped.embed_tokens is None else None
     if embedded is None:
-        embedded = config_of.embed_tokens(packed.input_ids)
-    flex = config_of.config._attn_implementation == "flex_attention"
-    masks = (flex_block_masks if flex else attention_masks)(packed, config_of.config)
+        embedded = unwrapped.embed_tokens(packed.input_ids)
+    flex = unwrapped.config._attn_implementation == "flex_attention"
+    masks = (flex_block_masks if flex else attention_masks)(packed, unwrapped.config)
     output = draft(
         noise_embeds=embedded,
         context_hidden_states=taps,

@@ -1,9 +1,6 @@
-"""transformers' Trainer, with a draft's loss and measurements.
+"""transformers' Trainer with a draft's loss and evaluation, and its callbacks (Ctrl-C, complete checkpoints).
 
-Owns: `DraftTrainer` and its callbacks: stopping on Ctrl-C, marking a checkpoint as complete, collecting figures.
-
-Does not know: files of data, the command line, layouts. Logging, mixed precision, several devices, resuming and
-`report_to` are transformers' own.
+Logging, mixed precision, multi-device training, resuming and `report_to` are left to transformers.
 """
 
 import json
@@ -30,11 +27,11 @@ from hf_dflash.training.settings import TrainingSettings
 logger = logging.get_logger(__name__)
 
 COMPLETE = "complete"
-"""The file that is written into a checkpoint last; a folder without it was interrupted and is not resumed from."""
+"""Marker file, written last: a checkpoint without it is incomplete and not resumed from."""
 
 
 class DraftTrainer(Trainer):
-    """Trains a draft; every checkpoint is a draft that `load_draft` reads."""
+    """Trains a draft. Every checkpoint can be loaded with `load_draft`."""
 
     def __init__(
         self,
@@ -57,39 +54,39 @@ class DraftTrainer(Trainer):
         )
         self.model_accepts_loss_kwargs = False
         self._target, self._objective, self._held_out = target, objective, held_out
-        self._figures: dict[str, list[float]] = {}
+        self._metrics: dict[str, list[float]] = {}
 
     def compute_loss(
         self, model: Any, inputs: dict[str, torch.Tensor], return_outputs: bool = False, **kwargs: Any
     ) -> torch.Tensor:
-        """The objective's loss; its figures go into the next log line."""
+        """Return the objective's loss, and collect its metrics for the next log line."""
         with self.compute_loss_context_manager():
             step = self._objective(model, inputs, self.state.global_step)
-        for name, value in step.figures.items():
-            self._figures.setdefault(name, []).append(value)
+        for name, value in step.metrics.items():
+            self._metrics.setdefault(name, []).append(value)
         return step.loss
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
-        """Log, with the mean of each figure since the last log line."""
+        """Log, adding the mean of each metric since the last log line."""
         if "loss" in logs:
-            logs |= {name: round(sum(values) / len(values), 4) for name, values in self._figures.items()}
-            self._figures.clear()
+            logs |= {name: round(sum(values) / len(values), 4) for name, values in self._metrics.items()}
+            self._metrics.clear()
         super().log(logs, *args, **kwargs)
 
     def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
-        """Acceptance on the held-out records, logged as `eval_tau`, `eval_accepted_1`, ..."""
+        """Measure acceptance on the held-out records, logged as `eval_tau`, `eval_accepted_1`, ..."""
         sequences = [(list(record.prompt_ids), list(record.response_ids)) for record in self._held_out]
         draft = self.accelerator.unwrap_model(self.model)
-        found: Acceptance = measure_acceptance(draft, self._target, sequences)
-        figures = {"eval_tau": round(found.tau, 4)}
-        figures |= {f"eval_accepted_{k}": round(share, 4) for k, share in enumerate(found.by_position, start=1)}
-        self.log(figures)
-        self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, figures)
-        return figures
+        acceptance: Acceptance = measure_acceptance(draft, self._target, sequences)
+        metrics = {"eval_tau": round(acceptance.tau, 4)}
+        metrics |= {f"eval_accepted_{k}": round(share, 4) for k, share in enumerate(acceptance.by_position, start=1)}
+        self.log(metrics)
+        self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
+        return metrics
 
 
 class CompleteCheckpoints(TrainerCallback):
-    """Marks each checkpoint when all of its files are on disk."""
+    """Marks a checkpoint as complete once all its files are on disk."""
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         folder = Path(args.output_dir) / f"checkpoint-{state.global_step}"
@@ -98,19 +95,17 @@ class CompleteCheckpoints(TrainerCallback):
 
 
 class StopOnInterrupt(TrainerCallback):
-    """The first Ctrl-C ends training after the running step, with a checkpoint; the second one ends it at once."""
+    """Stops after the current step and saves a checkpoint on the first Ctrl-C; stops immediately on the second."""
 
     def __init__(self) -> None:
         self.interrupted = False
-        self._before: Any = None
+        self._previous_handler: Any = None
 
     def on_train_begin(self, *args: Any, **kwargs: Any) -> None:
         try:
-            self._before = signal.signal(signal.SIGINT, self._interrupt)
-        except (
-            ValueError
-        ):  # not the main thread: Python allows no handler here, and Ctrl-C reaches the main thread anyway
-            self._before = None
+            self._previous_handler = signal.signal(signal.SIGINT, self._interrupt)
+        except ValueError:  # not the main thread, where no handler can be set; Ctrl-C reaches the main thread anyway
+            self._previous_handler = None
 
     def _interrupt(self, number: int, frame: Any) -> None:
         if self.interrupted:
@@ -125,21 +120,21 @@ class StopOnInterrupt(TrainerCallback):
         return control
 
     def on_train_end(self, *args: Any, **kwargs: Any) -> None:
-        if self._before is not None:
-            signal.signal(signal.SIGINT, self._before)
+        if self._previous_handler is not None:
+            signal.signal(signal.SIGINT, self._previous_handler)
 
 
 def last_complete_checkpoint(out: str | Path) -> Path | None:
-    """The newest complete checkpoint under `out`; interrupted ones found on the way are removed."""
-    while Path(out).is_dir() and (found := get_last_checkpoint(str(out))) is not None:
-        if (Path(found) / COMPLETE).exists():
-            return Path(found)
-        shutil.rmtree(found)
+    """Return the latest complete checkpoint under `out`, removing newer incomplete ones."""
+    while Path(out).is_dir() and (latest := get_last_checkpoint(str(out))) is not None:
+        if (Path(latest) / COMPLETE).exists():
+            return Path(latest)
+        shutil.rmtree(latest)
     return None
 
 
 def make_arguments(settings: TrainingSettings) -> TrainingArguments:
-    """The settings in transformers' words, on the device that accelerate gives to this process."""
+    """Convert the settings to transformers' arguments, on the device that accelerate assigns to this process."""
     bf16 = settings.precision == "bf16"
     if settings.precision == "auto":
         bf16 = settings.device != "cpu" and torch.cuda.is_available() and torch.cuda.is_bf16_supported()
@@ -170,23 +165,23 @@ def make_arguments(settings: TrainingSettings) -> TrainingArguments:
         ddp_find_unused_parameters=False,
         disable_tqdm=None,
     )
-    logger.info(f"training on {arguments.device}")  # asking for the device joins the processes
+    logger.info(f"training on {arguments.device}")  # `device` initializes the process group
     return arguments
 
 
 def check_resume(out: Path, settings_file: Path, settings: TrainingSettings) -> Path:
-    """The checkpoint to resume from.
+    """Return the checkpoint to resume from.
 
     Raises:
-        TrainingError: there is none, or it belongs to a run with other settings.
+        TrainingError: there is none, or it was trained with different settings.
     """
     checkpoint = last_complete_checkpoint(out)
     if checkpoint is None:
         raise TrainingError(
-            f"--resume: {out} holds no complete checkpoint; start without --resume, or name the folder of the run"
+            f"--resume: {out} has no complete checkpoint; start without --resume, or set --out to the folder of the run"
         )
-    earlier = TrainingSettings.from_yaml(settings_file)
-    free = {
+    stored = TrainingSettings.from_yaml(settings_file)
+    may_differ = {
         "out",
         "log_every",
         "evaluate_every",
@@ -197,11 +192,11 @@ def check_resume(out: Path, settings_file: Path, settings: TrainingSettings) -> 
         "final_tokens",
         "layout",
     }
-    differing = [
-        f"{name} {getattr(earlier, name)!r} (now {getattr(settings, name)!r})"
-        for name in sorted(vars(earlier))
-        if name not in free and getattr(earlier, name) != getattr(settings, name)
+    mismatches = [
+        f"{name} {getattr(stored, name)!r} (now {getattr(settings, name)!r})"
+        for name in sorted(vars(stored))
+        if name not in may_differ and getattr(stored, name) != getattr(settings, name)
     ]
-    if differing:
-        raise TrainingError(f"--resume: {out} was trained with other settings: {'; '.join(differing)}")
+    if mismatches:
+        raise TrainingError(f"--resume: {out} was trained with different settings: {'; '.join(mismatches)}")
     return checkpoint
