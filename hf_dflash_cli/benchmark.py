@@ -111,7 +111,7 @@ def check_gpu(shapes: list[str] | None, device: str, out: Path, as_json: bool) -
     if shapes:
         plan = gpu_check.Check(shapes=shapes, device=device)
     console = diagnostics()
-    rows = gpu_check.check(plan, say=console.print)
+    rows = gpu_check.check(plan, log=console.print)
     results = {"conditions": machine.conditions(), "rows": rows}
     (out / "gpu-check.json").write_text(json.dumps(report.without_nan(results), indent=1) + "\n", encoding="utf-8")
     (out / "gpu-check.md").write_text(gpu_check.table(rows), encoding="utf-8")

@@ -21,9 +21,9 @@ if TYPE_CHECKING:
 
 #: Kind -> prompt, one each of code, explanation and list. The draft was trained on none of them.
 PROMPTS = {
-    "code": "Write a Python function that returns the second largest number in a list.",
-    "explanation": "How do I change a flat tire?",
-    "list": "Give me ten tips for staying healthy.",
+    "code": "Write a Python function that checks whether a word is a palindrome.",
+    "explanation": "Why does bread rise when it is baked?",
+    "list": "Make a packing list for a weekend at the beach.",
 }
 
 

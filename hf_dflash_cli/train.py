@@ -54,7 +54,7 @@ def train(
     if "taps" in given:
         given["taps"] = _numbers(given["taps"])
     values = {**(read_yaml(config) if config else {}), **given}
-    result = run(TrainingSettings.from_mapping(values, str(config or "flags")), resume=resume, tell=typer.echo)
+    result = run(TrainingSettings.from_mapping(values, str(config or "flags")), resume=resume, log=typer.echo)
     if result.interrupted:
         raise typer.Exit(130)
 

@@ -1,12 +1,13 @@
-"""Measure how DFlash does with quantized targets of every kind, and write what was found into the documentation.
+"""Make the tables of docs/quantized-targets.md and its Chinese twin, measuring first what is asked for.
 
-    python scripts/quantized_table.py examine [kind ...]    run the tiny targets of tests/quantized_targets.py
-    python scripts/quantized_table.py table                 write the stored results as tables into the docs
+    python scripts/make_quantized_table.py                       write the stored results into the pages
+    python scripts/make_quantized_table.py --measure all         run the tiny targets of tests/ first
+    python scripts/make_quantized_table.py --measure awq bnb-nf4
 
-Results lie in docs/data/quantized-targets.json, and those of `scripts/quantized_smollm2.py` beside it. The tables stand
-in docs/quantized-targets.md and docs/zh_cn/quantized-targets.md, between comments that name them.
+Results are stored in docs/data/quantized-targets.json, those of scripts/measure_quantized_pair.py beside it.
 """
 
+import argparse
 import json
 import sys
 from pathlib import Path
@@ -16,7 +17,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 DATA = ROOT / "docs" / "data"
 KINDS_FILE, PAIR_FILE = DATA / "quantized-targets.json", DATA / "quantized-smollm2.json"
-PAGES = {"en": ROOT / "docs" / "quantized-targets.md", "zh": ROOT / "docs" / "zh_cn" / "quantized-targets.md"}
+PAGES = {"en": ROOT / "docs" / "quantized-targets.md", "zh": ROOT / "docs" / "quantized-targets.zh.md"}
 #: Prompts per mode; AWQ, which must be exact in float32, gets three times as many.
 PROMPTS = {"greedy": 4, "sampled": 2}
 WORDS = {
@@ -25,10 +26,10 @@ WORDS = {
             "Target",
             "dtype",
             "Texts equal to plain generate",
-            "Parted within rounding",
+            "Differ within tolerance",
             "Largest margin (bound)",
         ],
-        "pair": ["Target", "dtype", "Texts equal", "Parted within rounding", "tau", "Tokens/s over plain"],
+        "pair": ["Target", "dtype", "Texts equal", "Differ within tolerance", "tau", "Speed-up"],
         "refused": "does not load",
     },
     "zh": {
@@ -39,8 +40,8 @@ WORDS = {
 }
 
 
-def examine(names: list[str]) -> None:
-    """Run kinds (all by default) and store a record per kind and dtype, each as soon as it is known."""
+def measure(names: list[str]) -> None:
+    """Run kinds, or all of them, and store a record per kind and dtype as soon as it is known."""
     import torch
     from quantized_targets import KINDS, REFUSED, load
     from quantized_targets import examine as examine_target
@@ -48,7 +49,7 @@ def examine(names: list[str]) -> None:
 
     logging.disable_progress_bar()
     for name, kind in {**KINDS, **REFUSED}.items():
-        if names and name not in names:
+        if name not in names and names != ["all"]:
             continue
         for dtype in kind.dtypes:
             record: dict[str, Any] = {"title": kind.title, "packages": versions(kind.packages)}
@@ -70,7 +71,7 @@ def examine(names: list[str]) -> None:
 
 
 def versions(packages: tuple[str, ...]) -> dict[str, str]:
-    """Installed versions of transformers and of what a kind needs."""
+    """Installed versions of transformers and of the packages a kind needs."""
     from importlib.metadata import PackageNotFoundError, version
 
     found = {}
@@ -83,7 +84,7 @@ def versions(packages: tuple[str, ...]) -> dict[str, str]:
 
 
 def store(path: Path, key: str, record: dict[str, Any]) -> None:
-    """Put one record into a file of results."""
+    """Add one record to a file of results."""
     records = json.loads(path.read_text()) if path.exists() else {}
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps({**records, key: record}, indent=1, ensure_ascii=False) + "\n")
@@ -99,9 +100,9 @@ def kinds_table(language: str) -> list[str]:
             cells += [f"{words['refused']}: {record['error']}", "", ""]
         else:
             modes = [record["greedy"], record["sampled"]]
-            texts, same, parted = (sum(mode[name] for mode in modes) for name in ("texts", "same", "explained"))
+            texts, same, differing = (sum(mode[name] for mode in modes) for name in ("texts", "same", "explained"))
             worst = max((mode["worst"] for mode in modes if mode["worst"]), default=None)
-            cells += [f"{same} / {texts}", str(parted or ""), f"{worst[0]:.2g} ({worst[1]:.2g})" if worst else ""]
+            cells += [f"{same} / {texts}", str(differing or ""), f"{worst[0]:.2g} ({worst[1]:.2g})" if worst else ""]
         rows.append(row(cells))
     return rows
 
@@ -125,7 +126,7 @@ def row(cells: list[str]) -> str:
 
 
 def with_tables(page: str, language: str) -> str:
-    """A page with its tables written anew."""
+    """A page with its tables made from the stored results."""
     for name, make in (("kinds", kinds_table), ("pair", pair_table)):
         begin, end = f"<!-- table: {name} -->", "<!-- end of table -->"
         head, rest = page.split(begin)
@@ -133,11 +134,15 @@ def with_tables(page: str, language: str) -> str:
     return page
 
 
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--measure", nargs="+", metavar="KIND", default=[], help="kinds to run first, or all")
+    names = parser.parse_args().measure
+    if names:
+        measure(names)
+    for language, path in PAGES.items():
+        path.write_text(with_tables(path.read_text(), language))
+
+
 if __name__ == "__main__":
-    if sys.argv[1:2] == ["examine"]:
-        examine(sys.argv[2:])
-    elif sys.argv[1:] == ["table"]:
-        for language, path in PAGES.items():
-            path.write_text(with_tables(path.read_text(), language))
-    else:
-        sys.exit(__doc__)
+    main()

@@ -1,17 +1,14 @@
-"""The tables of docs/targets.md and its Chinese twin, from the results of the tests.
-
-Run the tests of exactness at each version of transformers with `--junitxml`, then name the files:
+"""Make the tables of docs/targets.md and its Chinese twin from the results of the exactness tests.
 
     python -m pytest tests/test_lossless.py tests/test_lossless_recurrent.py tests/test_multimodal.py \
-        tests/test_rollback.py --junitxml=new.xml
-    python scripts/make_targets_table.py 5.17.0=floor.xml 5.24.0=new.xml
+        tests/test_rollback.py --junitxml=newest.xml
+    python scripts/make_targets_table.py 5.17.0=floor.xml 5.24.0=newest.xml
 
-A version may be named several times. What the tables need is kept in docs/targets.json; without arguments the pages are
-written anew from that.
-
-Owns: reading test results and the text between `<!-- tables: begin -->` and `<!-- tables: end -->`.
+Run the tests once per transformers version and name the files; a version may be given several times. Without arguments
+the pages are rewritten from docs/data/targets.json, which keeps what the tables need.
 """
 
+import argparse
 import json
 import re
 import sys
@@ -23,7 +20,7 @@ sys.path.insert(0, str(ROOT / "tests"))
 
 from families import FAMILIES, MULTIMODAL_FAMILIES  # noqa: E402
 
-STORE = ROOT / "docs" / "targets.json"
+STORE = ROOT / "docs" / "data" / "targets.json"
 SECTION = re.compile(r"(<!-- tables: begin -->\n).*?(<!-- tables: end -->)", re.S)
 ALL = {**FAMILIES, **MULTIMODAL_FAMILIES}
 STATES = {"keys", "values", "conv_states", "recurrent_states"}
@@ -39,7 +36,7 @@ WORDS = {
         "state_head": ["State", "Families"],
     },
     "zh": {
-        "page": ROOT / "docs" / "zh_cn" / "targets.md",
+        "page": ROOT / "docs" / "targets.zh.md",
         "head": ["目标模型", "层"],
         "exact": "精确（{passed} 项测试）",
         "refused": "拒绝（{letter}）",
@@ -52,7 +49,7 @@ WORDS = {
 
 
 def read_results(path: Path, families: dict[str, dict]) -> None:
-    """Add to each family: tests passed and failed, the refusal's message, the largest differences of states."""
+    """Add to each family: tests passed and failed, the message of a refusal, the largest differences of states."""
     for case in ElementTree.parse(path).iter("testcase"):
         parameters = re.findall(r"\[(.*)\]", case.get("name"))
         name = next((part for part in "".join(parameters).split("-") if part in ALL), None)
@@ -71,7 +68,7 @@ def read_results(path: Path, families: dict[str, dict]) -> None:
 
 
 def tables(results: dict[str, dict], words: dict) -> str:
-    """The text between the marks."""
+    """The text of the section."""
     versions = list(results)
     reasons: dict[str, str] = {}
     lines = ["| " + " | ".join([*words["head"], *(f"transformers {version}" for version in versions)]) + " |"]
@@ -108,7 +105,7 @@ def verdict(family: dict | None, reasons: dict[str, str], words: dict) -> str:
 
 
 def filled(language: str) -> str:
-    """A page's text with its tables made anew from the stored results."""
+    """A page's text with its tables made from the stored results."""
     words = WORDS[language]
     results = json.loads(STORE.read_text(encoding="utf-8"))
     text = words["page"].read_text(encoding="utf-8")
@@ -116,8 +113,10 @@ def filled(language: str) -> str:
 
 
 def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("results", nargs="*", metavar="VERSION=FILE", help="a JUnit file per transformers version")
     results: dict[str, dict] = {}
-    for argument in sys.argv[1:]:
+    for argument in parser.parse_args().results:
         version, path = argument.split("=", 1)
         read_results(Path(path), results.setdefault(version, {}))
     if results:

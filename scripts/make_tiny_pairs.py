@@ -252,7 +252,7 @@ def make_pair(kind: str, out: pathlib.Path, steps: tuple[int, int], prompts: int
 
 
 def main() -> None:
-    """Make what is asked for and print its figures."""
+    """Make the requested pairs and print their metrics."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=pathlib.Path, required=True)
     parser.add_argument("--only", choices=["dense", "hybrid"])

@@ -1,9 +1,9 @@
-"""What a round costs as the context grows: plain generate, the authors' loop, transformers' native path, ours.
+"""Measure what a round costs as the context grows: plain generate, the authors' loop, transformers' native path, ours.
 
     python scripts/measure_contexts.py --draft FOLDER --contexts 128 2048 7900 --out contexts.json
 
-Owns: one process, methods taking turns, the time from the end of the prefill to the end of the call; medians and spread
-over the repeats. Does not know: acceptance (rounds and tokens are both reported).
+The methods take turns in one process. Time counts from the end of the prefill to the end of the call; medians and
+spread are over the repeats. Methods that cannot run the draft are skipped.
 """
 
 import argparse
@@ -35,25 +35,23 @@ def prompt(tokenizer, length: int) -> torch.LongTensor:
 
 
 def timed(method, target, ids: torch.LongTensor, new_tokens: int) -> dict:
-    """One call: tokens and target forwards behind the prefill, and their seconds."""
+    """One call: tokens and target forwards after the prefill, and their seconds."""
     ends = []
     handle = target.register_forward_hook(lambda *_: ends.append(time.perf_counter()))
     try:
         arguments = {**sampling_arguments(0.0), "max_new_tokens": new_tokens}
-        text, figures = method.decode({"input_ids": ids, "attention_mask": torch.ones_like(ids)}, arguments)
+        text, metrics = method.decode({"input_ids": ids, "attention_mask": torch.ones_like(ids)}, arguments)
     finally:
         handle.remove()
     seconds = time.perf_counter() - ends[0]
     line = {"tokens": text.shape[1] - ids.shape[1] - 1, "rounds": len(ends) - 1, "seconds": seconds}
-    if figures is not None:
-        line["phases"] = {**figures.seconds, "rest": figures.rest_seconds}
+    if metrics is not None:
+        line["phases"] = {**metrics.seconds, "rest": metrics.rest_seconds}
     return line
 
 
 def summary(runs: dict[str, list[dict]]) -> dict:
-    """Per method: median milliseconds of a round and of a token, their spread, and the ratio of token rates to
-    plain's.
-    """
+    """Per method: median milliseconds per round, their spread, and the speed-up over plain."""
     per_token = {name: [run["seconds"] / run["tokens"] for run in lines] for name, lines in runs.items()}
     table = {}
     for name, lines in runs.items():
@@ -65,7 +63,7 @@ def summary(runs: dict[str, list[dict]]) -> dict:
             "tau": sum(run["tokens"] for run in lines) / sum(run["rounds"] for run in lines),
         }
         if "phases" in lines[0]:
-            # The prefill is outside of the measured time; all else is shared out over the rounds.
+            # The prefill is outside the measured time.
             totals = {phase: sum(run["phases"][phase] for run in lines) for phase in lines[0]["phases"]}
             whole = sum(seconds for phase, seconds in totals.items() if phase != "prefill")
             table[name]["share"] = {p: seconds / whole for p, seconds in totals.items() if p != "prefill"}
@@ -91,7 +89,7 @@ def main() -> None:
         try:
             methods[name] = make_method(name, pair)
         except MethodUnavailable as reason:
-            print(f"{name} is left out: {reason}")
+            print(f"{name} is skipped: {reason}")
     results = {"threads": torch.get_num_threads(), "new_tokens": arguments.new_tokens, "contexts": {}}
     for length in arguments.contexts:
         ids = prompt(tokenizer, length)

@@ -1,10 +1,10 @@
-"""Exactness and acceptance of a real pair: plain generate, ours and the authors' loop, prompt by prompt.
+"""Measure exactness and acceptance of a real pair: plain generate, ours and the authors' loop, prompt by prompt.
 
-    python scripts/prove_pair.py --draft FOLDER --out proof.jsonl --dtype float32 --prompts 40 --new-tokens 256
+    python scripts/measure_exactness.py --draft FOLDER --out proof.jsonl --dtype float32 --prompts 40 --new-tokens 256
 
-Owns: one JSON line per prompt: equal or where the first difference is and the two best logits there; committed tokens
-of each round, ours and the authors' (package `dflash`). A run goes on where the file ends. Does not know: timing (use
-`hf-dflash bench`).
+Writes one JSON line per prompt: whether the texts are equal, or where they first differ and the top two logits there;
+the tokens committed by each round, ours and the authors' (package `dflash`). An interrupted run resumes where the file
+ends. Timing is left to `hf-dflash bench`.
 """
 
 import argparse
@@ -38,18 +38,18 @@ def authors_draft(folder: str, dtype: torch.dtype):
 
 
 def authors_rounds(folder: str, target, ids: torch.Tensor, new_tokens: int, eos: list[int], dtype) -> tuple[list, list]:
-    """The authors' loop on the same pair: its new tokens and the tokens that each of its rounds yielded."""
+    """The authors' loop on the same pair: its new tokens and the number of tokens per round."""
     from dflash import model
 
-    # Their clock waits for a CUDA device, which is not there on a CPU.
+    # Their clock synchronizes with a CUDA device, which a CPU-only machine does not have.
     with patch.object(model, "_cuda_time", time.perf_counter):
         draft = authors_draft(folder, dtype)
         result = model.dflash_generate(draft, target, ids, new_tokens, eos, return_stats=True)
     return result.output_ids[0, ids.shape[1] :].tolist(), result.acceptance_lengths
 
 
-def prove(target, draft, folder: str | None, ids: torch.Tensor, new_tokens: int) -> dict:
-    """One prompt: the texts compared; without a folder the authors' loop is left out."""
+def measure(target, draft, folder: str | None, ids: torch.Tensor, new_tokens: int) -> dict:
+    """Compare the texts of one prompt; without a folder the authors' loop is skipped."""
     options = {"max_new_tokens": new_tokens, "do_sample": False, "attention_mask": torch.ones_like(ids)}
     plain = target.generate(ids, **options, return_dict_in_generate=True, output_logits=True)
     statistics = []
@@ -95,7 +95,7 @@ def main() -> None:
     with arguments.out.open("a") as out:
         for name, ids in prompts(pair, arguments.prompts):
             if name not in done:
-                line = prove(target, draft, authors, ids, arguments.new_tokens)
+                line = measure(target, draft, authors, ids, arguments.new_tokens)
                 out.write(json.dumps({"prompt": name, "dtype": arguments.dtype, **line}) + "\n")
                 out.flush()
     lines = [json.loads(line) for line in arguments.out.read_text().splitlines()]

@@ -1,9 +1,9 @@
-"""Measure a real pair with its target quantized: SmolLM2-135M-Instruct and its draft, chat prompts, greedy.
+"""Measure SmolLM2-135M-Instruct quantized in several ways, with its draft: chat prompts, greedy.
 
-    python scripts/quantized_smollm2.py [--prompts 6] [--tokens 64] [--draft FOLDER] [target ...]
+    python scripts/measure_quantized_pair.py [--prompts 6] [--tokens 64] [--draft FOLDER] [dense awq nf4 int8]
 
-For each target: texts equal to plain generate, acceptance length tau, and tokens/s over plain generate's, both timed in
-this one process by turns. Records go to docs/data/quantized-smollm2.json, which `scripts/quantized_table.py` shows.
+For each target: texts equal to plain generate, tau, and speed-up, both methods taking turns in one process. Records go
+to docs/data/quantized-smollm2.json; scripts/make_quantized_table.py puts them into the pages.
 """
 
 import argparse
@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from quantized_table import PAIR_FILE, store, versions
+from make_quantized_table import PAIR_FILE, store, versions
 from transformers import AutoModelForCausalLM, AutoTokenizer, AwqConfig, BitsAndBytesConfig, PreTrainedModel
 from transformers.utils import logging
 
@@ -58,7 +58,7 @@ TARGETS: dict[str, tuple[str, tuple[str, ...], Callable[[Path], PreTrainedModel]
 
 
 def measure(target: PreTrainedModel, tokenizer: Any, draft: Any, prompts: int, tokens: int) -> dict[str, Any]:
-    """Decode each prompt plainly and with the draft, the order turning from prompt to prompt."""
+    """Decode each prompt with and without the draft, swapping the order from prompt to prompt."""
     seconds, forwards, written = {"plain": 0.0, "dflash": 0.0}, 0, 0
     same = explained = 0
     for number, prompt in enumerate(load_prompts("chat")[:prompts]):
@@ -86,12 +86,12 @@ def measure(target: PreTrainedModel, tokenizer: Any, draft: Any, prompts: int, t
     }
 
 
-if __name__ == "__main__":
+def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("targets", nargs="*", choices=[*TARGETS, []], help="default: all")
     parser.add_argument("--prompts", type=int, default=6)
     parser.add_argument("--tokens", type=int, default=64)
-    parser.add_argument("--draft", type=Path, help="default: the one that the package brings along")
+    parser.add_argument("--draft", type=Path, help="default: the shipped one")
     arguments = parser.parse_args()
     logging.disable_progress_bar()
     folder = demo_target(lambda text: print(text, file=sys.stderr))
@@ -104,3 +104,7 @@ if __name__ == "__main__":
         record |= measure(target, tokenizer, draft, arguments.prompts, arguments.tokens)
         store(PAIR_FILE, name, record)
         print(name, record, flush=True)
+
+
+if __name__ == "__main__":
+    main()
