@@ -81,14 +81,16 @@ def show_summary(console: Console, answers: dict[str, Answer], comparisons: dict
     from hf_dflash.decoding.statistics import DFlashStatistics
 
     table = Table()
-    for column in ("prompt", "plain, tokens/s", "with draft, tokens/s", "speed-up", "tau", "same text?"):
+    for column in ("prompt", "plain, tokens/s", "with draft", "speed-up", "tau", "same text?"):
         table.add_column(column, justify="left" if column in ("prompt", "same text?") else "right")
     rows, rounds = [], DFlashStatistics()
     for kind, answer in answers.items():
         rows.append(metrics(answer))
         rounds.proposed += answer.statistics[-1].proposed
         rounds.accepted += answer.statistics[-1].accepted
-        table.add_row(kind, *_formatted(rows[-1]), comparison_words(comparisons[kind]))
+        comparison = comparisons[kind]
+        same = "yes" if comparison.same else f"to token {comparison.first_difference}"
+        table.add_row(kind, *_formatted(rows[-1]), same)
     if len(rows) > 1:
         same = sum(comparison.same for comparison in comparisons.values())
         medians = [statistics.median(column) for column in zip(*rows, strict=True)]
@@ -96,6 +98,8 @@ def show_summary(console: Console, answers: dict[str, Answer], comparisons: dict
         table.add_row("median", *_formatted(medians), f"{same} of {len(rows)}", style="bold")
     console.rule("result")
     console.print(table)
+    for kind, comparison in comparisons.items():
+        console.print(f"{kind}: same text? {comparison_words(comparison)}")
     if any(not each.same and each.dtype != "float32" for each in comparisons.values()):
         console.print("In float32 (--dtype float32, slower) the texts are the same token for token.")
     console.print("\nHow often all candidates up to each position of a block were accepted:")

@@ -135,7 +135,6 @@ def test_the_gguf_package_is_asked_for_before_anything_is_fetched(empty_cache, m
 def test_the_last_lines(run_cli, tiny_folders, monkeypatch):
     monkeypatch.setattr(module, "demo_target", lambda log: tiny_folders.target)
     monkeypatch.setattr(module, "demo_draft", lambda log: tiny_folders.draft)
-    monkeypatch.setenv("COLUMNS", "160")
     ended = run_cli("demo", "-n", "12", "--dtype", "auto")
     assert ended.code == 0, ended.err
     for expected in ("yes, all 12 tokens", "tokens/s", "speed-up", "tau", "position 7", "target's own choice"):
