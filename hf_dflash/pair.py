@@ -20,9 +20,10 @@ from transformers import (
 )
 from transformers.utils import logging
 
-from hf_dflash.draft.errors import MissingPackageError, UnsupportedOptionError
-from hf_dflash.draft.loading import load_draft
+from hf_dflash.draft.errors import MissingPackageError, PairingError, UnsupportedOptionError
+from hf_dflash.draft.loading import is_draft_checkpoint, load_draft
 from hf_dflash.draft.modeling_dflash import DFlashDraftModel
+from hf_dflash.files import check_text
 
 DTYPES = ("auto", "bfloat16", "float16", "float32")
 #: `quant_method` in a checkpoint's config -> the extra of hf-dflash that installs the packages to load it.
@@ -54,8 +55,35 @@ def load_pair(target: str, draft: str, chat_template_kwargs: dict[str, Any] | No
     first layers.
     """
     model, tokenizer = load_target(target, **options)
-    network = load_draft(draft, device_map=str(model.device))
-    return Pair(model, tokenizer, network, target, draft, chat_template_kwargs or {})
+    return Pair(model, tokenizer, load_draft_for(model, draft), target, draft, chat_template_kwargs or {})
+
+
+def load_draft_for(target: PreTrainedModel, draft: str) -> DFlashDraftModel:
+    """Load a draft on the device of the target's first layers."""
+    return load_draft(draft, device_map=str(target.device))
+
+
+def available_accelerators() -> list[str]:
+    """Return the kinds of accelerator that torch finds on this machine, in order of preference."""
+    kinds = {"cuda": torch.cuda.is_available, "xpu": torch.xpu.is_available, "mps": torch.backends.mps.is_available}
+    return [name for name, is_available in kinds.items() if is_available()]
+
+
+def default_device() -> str:
+    """Return the device for models that were given none: the accelerator if there is one, else the CPU."""
+    return next(iter(available_accelerators()), "cpu")
+
+
+def placement(target: PreTrainedModel, draft: DFlashDraftModel | None = None) -> str:
+    """Describe where the models are: "target and draft on cuda:0", "target on cuda:0 and cpu, draft on cuda:0"."""
+    # A device map names accelerators by number only.
+    entries = getattr(target, "hf_device_map", None) or {"": target.device}
+    names = [f"{default_device()}:{entry}" if isinstance(entry, int) else str(entry) for entry in entries.values()]
+    places = " and ".join(dict.fromkeys(names))
+    if draft is None:
+        return f"target on {places}"
+    together = places == str(draft.device)
+    return f"target and draft on {places}" if together else f"target on {places}, draft on {draft.device}"
 
 
 def load_target(
@@ -70,15 +98,21 @@ def load_target(
     """Load a target and its tokenizer, without progress bars.
 
     Args:
+        device_map: as for any transformers model. Default: see `default_device`.
         gguf_file: the file to load, if the folder or repository holds GGUF files.
 
     Raises:
         UnsupportedOptionError: unknown dtype or quantization.
+        PairingError: `name` is a draft.
         MissingPackageError: a package that the checkpoint or the quantization needs is not installed, or is too old.
     """
     if dtype not in DTYPES:
         raise UnsupportedOptionError(f"Unknown dtype '{dtype}'; choose one of {', '.join(DTYPES)}.")
     be_quiet()
+    if is_draft_checkpoint(name):
+        raise PairingError(f"{name} is a DFlash draft, not a target. Check whether target and draft are swapped.")
+    if device_map is None and (device := default_device()) != "cpu":
+        device_map = device
     shared = {"trust_remote_code": trust_remote_code, **({"gguf_file": gguf_file} if gguf_file else {})}
     # Passed only if requested: a None would override the entry of a quantized checkpoint.
     given = {"quantization_config": quantization_config(quantization)} if quantization else {}
@@ -165,11 +199,15 @@ def encode(pair: Pair, prompt: str | list[dict[str, str]]) -> BatchEncoding:
     """Encode a prompt for `generate`, on the target's device: plain text, or messages through the chat template.
 
     Raises:
+        PromptError: a text that is not valid Unicode, which no tokenizer reads.
         UnsupportedOptionError: messages were given, but the tokenizer has no chat template.
     """
     tokenizer = pair.tokenizer
     if isinstance(prompt, str):
-        return tokenizer(prompt, return_tensors="pt").to(pair.target.device)
+        return tokenizer(check_text(prompt, "The prompt"), return_tensors="pt").to(pair.target.device)
+    for message in prompt:
+        if isinstance(message["content"], str):
+            check_text(message["content"], f"The {message['role']} message")
     if not tokenizer.chat_template:
         raise UnsupportedOptionError(
             "The target's tokenizer has no chat template: pass plain text instead of chat messages."

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from hf_dflash.draft.errors import MissingPackageError, PromptError, UnsupportedOptionError
-from hf_dflash.files import read_jsonl
+from hf_dflash.files import check_text, read_jsonl
 
 MESSAGE_KEYS = ("messages", "conversations", "conversation")
 TEXT_KEYS = ("prompt", "instruction", "question")
@@ -68,7 +68,7 @@ def read_prompt_file(path: str | Path) -> Iterator[Prompt]:
     """The prompts of a JSON-lines file, line by line.
 
     Raises:
-        PromptError: a line that is not a JSON object or has no prompt; the message says which.
+        PromptError: a line that is not UTF-8, not a JSON object, or has no prompt; the message says which.
     """
     try:
         for number, row in read_jsonl(path):
@@ -106,7 +106,7 @@ def to_messages(row: dict[str, Any], where: str) -> list[dict[str, str]]:
     too.
 
     Raises:
-        PromptError: no known column, or no user message.
+        PromptError: no known column, no user message, or a text that is not valid Unicode.
     """
     for key in MESSAGE_KEYS:
         if row.get(key):
@@ -124,6 +124,8 @@ def to_messages(row: dict[str, Any], where: str) -> list[dict[str, str]]:
         messages.pop()
     if not messages or messages[-1]["role"] != "user":
         raise PromptError(f"{where}: the conversation has no user message to answer")
+    for message in messages:
+        check_text(message["content"], where)
     return messages
 
 

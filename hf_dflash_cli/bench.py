@@ -47,7 +47,9 @@ def bench(
     out: Annotated[Path, typer.Option(help="Folder for the results.", file_okay=False)] = Path("bench-results"),
     again: Annotated[
         Path | None,
-        typer.Option("--from", help="Measure nothing; rewrite the reports from this results.json.", exists=True),
+        typer.Option(
+            "--from", help="Measure nothing; rewrite the reports from this results.json.", exists=True, dir_okay=False
+        ),
     ] = None,
     check_gpu: Annotated[
         bool,
@@ -63,17 +65,21 @@ def bench(
     """Compare decoding methods on the same prompts, in one process.
 
     The methods take turns, prompt by prompt. Writes results.json (every run, with machine, versions and commit),
-    results.csv, table.md and plots. After Ctrl-C it reports on what was measured so far.
+    results.csv, table.md and plots. A method that fails is left out, with the reason. After Ctrl-C it reports on what
+    was measured so far.
     """
+    if not (check_gpu or again is not None or (target and draft)):
+        raise typer.BadParameter("give at least one --target and one --draft")
+    template = options.chat_template_arguments(chat_template_kwargs)
+
     from hf_dflash_cli import benchmark
 
-    out.mkdir(parents=True, exist_ok=True)
     if check_gpu:
-        benchmark.check_gpu(shape, device_map or "cuda", out, as_json)
+        options.make_folder(out)
+        benchmark.check_gpu(shape, device_map, out, as_json)
     elif again is not None:
+        options.make_folder(out)
         benchmark.report_again(again, out, as_json)
-    elif not target or not draft:
-        raise typer.BadParameter("give at least one --target and one --draft")
     else:
         plan = benchmark.make_plan(
             methods=method or METHODS,
@@ -85,11 +91,12 @@ def bench(
             raw=raw,
         )
         loading = {
-            "chat_template_kwargs": options.chat_template_arguments(chat_template_kwargs),
+            "chat_template_kwargs": template,
             "dtype": dtype,
             "device_map": device_map,
             "quantization": quantization,
             "gguf_file": gguf_file,
             "trust_remote_code": trust_remote_code,
         }
+        options.make_folder(out)
         benchmark.run(target, draft, plan, loading, out, as_json)

@@ -6,7 +6,7 @@ from contextlib import suppress
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from hf_dflash_cli import options
+from hf_dflash_cli import options, texts
 from hf_dflash_cli.show import diagnostics, statistics_table
 
 if TYPE_CHECKING:
@@ -44,16 +44,20 @@ def chat(
     /help lists the commands; Ctrl-C stops an answer, not the program.
     """
     template = options.chat_template_arguments(chat_template_kwargs)
+    if system is not None:
+        texts.checked(system, "--system")
 
     import torch
 
-    from hf_dflash.pair import load_pair, sampling_arguments
+    from hf_dflash.pair import sampling_arguments
     from hf_dflash_cli.conversation import Conversation
+    from hf_dflash_cli.loading import load
 
-    pair = load_pair(
+    pair = load(
         target,
         draft,
         template,
+        block_size,
         dtype=dtype,
         device_map=device_map,
         quantization=quantization,
@@ -71,13 +75,19 @@ def chat(
 
 def talk(conversation: Conversation, always_stats: bool = False) -> None:
     """Read turns from standard input until it ends or /quit."""
+    from hf_dflash.draft.errors import PromptError
+
     with suppress(ImportError):  # line editing and history in `input`, where available
         import_module("readline")
+    texts.pass_undecodable_bytes()
     console = diagnostics()
     console.print("Type a message; /help lists the commands.", style="dim")
     while True:
         try:
-            line = input("\n> ").strip()
+            line = texts.checked(input("\n> ").removeprefix(texts.BOM).strip(), "The message was not sent")
+        except PromptError as error:
+            console.print(str(error), markup=False, soft_wrap=True)
+            continue
         except KeyboardInterrupt:
             console.print("\nuse /quit or Ctrl-D to leave", style="dim")
             continue

@@ -6,6 +6,7 @@ from typing import Annotated
 import typer
 
 from hf_dflash_cli import options
+from hf_dflash_cli.show import diagnostics
 
 
 def data(
@@ -31,7 +32,7 @@ def data(
         str | None, typer.Option(help="A draft the target already has: the same responses, faster.")
     ] = None,
     dtype: Annotated[str, typer.Option(help="dtype of the target: auto, bfloat16, float16, float32.")] = "auto",
-    device_map: Annotated[str | None, typer.Option(help="Device map of the target: auto, cpu, cuda, ...")] = None,
+    device_map: options.DeviceMap = None,
     chat_template_kwargs: options.ChatTemplateKwargs = "{}",
     trust_remote_code: Annotated[
         bool, typer.Option("--trust-remote-code", help="Allow custom model code from the target's repository.")
@@ -43,22 +44,25 @@ def data(
 
     Example: hf-dflash data --target Qwen/Qwen3-0.6B --prompts prompts.jsonl --out responses.jsonl --batch-size 32
     """
-    from tqdm.auto import tqdm
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    from hf_dflash import load_draft
-    from hf_dflash.training.prompts import read_prompts
-    from hf_dflash.training.regenerate import RegenerationSettings, regenerate
-
+    options.make_folder(out.absolute().parent)
     template = options.chat_template_arguments(chat_template_kwargs)
+
+    from tqdm.auto import tqdm
+    from transformers import AutoTokenizer
+
+    from hf_dflash.pair import load_draft_for, load_target, placement
+    from hf_dflash.training.prompts import read_prompts
+    from hf_dflash.training.regenerate import RegenerationSettings, check_not_in_use, regenerate
+
+    check_not_in_use(out)
     tokenizer = AutoTokenizer.from_pretrained(target, trust_remote_code=trust_remote_code)
     asked = read_prompts(
         prompts, tokenizer, split=split, max_prompt_tokens=max_prompt_tokens, chat_template_kwargs=template
     )[:limit]
-    placement = {"device_map": device_map} if device_map else {}
-    model = AutoModelForCausalLM.from_pretrained(target, dtype=dtype, trust_remote_code=trust_remote_code, **placement)
+    model, _ = load_target(target, dtype=dtype, device_map=device_map, trust_remote_code=trust_remote_code)
+    helper = load_draft_for(model, draft) if draft else None
+    diagnostics().print(placement(model, helper), markup=False)
     settings = RegenerationSettings(max_new_tokens, temperature, top_p, top_k, batch_size, seed)
-    helper = load_draft(draft) if draft else None
     with tqdm(total=len(asked), desc="responses", unit="prompt") as bar:
 
         def show(done: int, tokens: int) -> None:

@@ -36,19 +36,21 @@ def demo(
     temperature: options.Temperature = 0.0,
     seed: options.Seed = 0,
     dtype: options.Dtype = "bfloat16",
+    device_map: options.DeviceMap = None,
     draft: Annotated[str | None, typer.Option("--draft", "-d", help="Another draft for SmolLM2-135M-Instruct.")] = None,
 ) -> None:
     """Answer a few prompts with and without a draft, and compare.
 
     The model is SmolLM2-135M-Instruct. The first run downloads and unpacks it; later runs work offline.
     """
-    from hf_dflash.pair import load_pair, sampling_arguments
+    from hf_dflash.pair import sampling_arguments
     from hf_dflash.smollm2 import demo_draft, demo_target
     from hf_dflash_cli.answer import Answer, messages
+    from hf_dflash_cli.loading import load
 
     console = Console(highlight=False)
     folder, draft = demo_target(log=console.print), draft or str(demo_draft(log=console.print))
-    pair = load_pair(str(folder), draft, dtype=dtype)
+    pair = load(str(folder), draft, block_size=block_size, dtype=dtype, device_map=device_map)
     arguments = {"max_new_tokens": max_new_tokens, **sampling_arguments(temperature)}
     drafting = {"block_size": block_size} if block_size else {}
     prompts = {f"prompt {number}": text for number, text in enumerate(prompt, start=1)} if prompt else PROMPTS

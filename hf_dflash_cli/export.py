@@ -15,7 +15,7 @@ def export(
     dtype: Annotated[str | None, typer.Option(help="bfloat16 or float32; default: the checkpoint's.")] = None,
     revision: Annotated[str | None, typer.Option(help="Revision of SRC on the Hub.")] = None,
     max_shard_size: Annotated[str, typer.Option(help="Largest weight file.")] = "5GB",
-    force: Annotated[bool, typer.Option("--force", help="Replace the draft in DST.")] = False,
+    force: Annotated[bool, typer.Option("--force", help="Replace an earlier export in DST.")] = False,
 ) -> None:
     """Write a draft as a Hub-ready folder that plain transformers loads.
 

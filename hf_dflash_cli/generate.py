@@ -1,13 +1,11 @@
 """`hf-dflash generate`: an answer to one prompt. Decoding and reporting are in `answer`."""
 
-import json
-import sys
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from hf_dflash_cli import options
+from hf_dflash_cli import options, texts
 
 DIFFERENT = 1
 
@@ -16,7 +14,10 @@ def generate(
     target: options.Target,
     draft: options.Draft,
     prompt: Annotated[str | None, typer.Argument(help="The prompt. Omitted or '-': read standard input.")] = None,
-    file: Annotated[Path | None, typer.Option("--file", "-f", help="Read the prompt from a file.", exists=True)] = None,
+    file: Annotated[
+        Path | None,
+        typer.Option("--file", "-f", help="Read the prompt from a UTF-8 file.", exists=True, dir_okay=False),
+    ] = None,
     chat: Annotated[bool, typer.Option("--chat", help="Apply the target's chat template to the prompt.")] = False,
     system: options.System = None,
     chat_template_kwargs: options.ChatTemplateKwargs = "{}",
@@ -47,14 +48,21 @@ def generate(
     """
     text = read_prompt(prompt, file)
     template = options.chat_template_arguments(chat_template_kwargs)
+    if trace is not None and not trace.absolute().parent.is_dir():
+        raise typer.BadParameter(f"--trace {trace}: there is no folder {trace.parent}")
+    if system is not None:
+        texts.checked(system, "--system")
 
-    from hf_dflash.pair import load_pair, sampling_arguments
+    from hf_dflash.files import dump_json
+    from hf_dflash.pair import sampling_arguments
     from hf_dflash_cli.answer import Answer, messages
+    from hf_dflash_cli.loading import load
 
-    pair = load_pair(
+    pair = load(
         target,
         draft,
         template,
+        block_size,
         dtype=dtype,
         device_map=device_map,
         quantization=quantization,
@@ -73,7 +81,7 @@ def generate(
         answer.decode_plainly(stream=False)
         comparison = answer.compare_with_plain()
     if as_json:
-        print(json.dumps(answer.as_dict(comparison), ensure_ascii=False, indent=2))
+        print(dump_json(answer.as_dict(comparison), ensure_ascii=False, indent=2))
     else:
         answer.report(stats, comparison)
     if comparison is not None and not comparison.same and not comparison.within_tolerance:
@@ -85,13 +93,16 @@ def read_prompt(prompt: str | None, file: Path | None) -> str:
 
     Raises:
         typer.BadParameter: two sources at once, or an empty prompt.
+        PromptError: it is not UTF-8; the message names the source.
     """
     if file is not None and prompt is not None:
         raise typer.BadParameter("give a prompt or --file, not both")
     if file is not None:
-        text = file.read_text(encoding="utf-8")
+        text, source = texts.read_file(file), str(file)
+    elif prompt in (None, "-"):
+        text, source = texts.read_standard_input(), "standard input"
     else:
-        text = sys.stdin.read() if prompt in (None, "-") else prompt
+        text, source = prompt.removeprefix(texts.BOM), "the prompt"
     if not text.strip():
         raise typer.BadParameter("the prompt is empty")
-    return text
+    return texts.checked(text, source)

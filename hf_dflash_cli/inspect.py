@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -29,10 +28,11 @@ def inspect(
     Exit code 0 if the draft (and the pair) can be used, 1 otherwise.
     """
     from hf_dflash.draft.inspection import inspect_draft
+    from hf_dflash.files import dump_json
 
     inspection = inspect_draft(path, target, revision=revision)
     if as_json:
-        typer.echo(json.dumps(inspection.as_dict(), indent=2))
+        typer.echo(dump_json(inspection.as_dict(), indent=2))
     else:
         show(inspection, Console())
     if inspection.problems:

@@ -18,7 +18,11 @@ Draft = Annotated[
 ]
 DeviceMap = Annotated[
     str | None,
-    typer.Option(help="Device map of the target: auto, cpu, cuda, cuda:1, ...", rich_help_panel=_MODELS),
+    typer.Option(
+        help="Device map of the target: auto, cpu, cuda, cuda:1, ... Default: the GPU if there is one, else the CPU. "
+        "The draft follows the target.",
+        rich_help_panel=_MODELS,
+    ),
 ]
 Dtype = Annotated[
     str,
@@ -117,3 +121,15 @@ def chat_template_arguments(text: str) -> dict[str, Any]:
     if not isinstance(values, dict):
         raise typer.BadParameter("--chat-template-kwargs must be a JSON object")
     return values
+
+
+def make_folder(folder: Path) -> None:
+    """Make the folder for results, before anything is loaded.
+
+    Raises:
+        typer.BadParameter: it cannot be made, for example because a part of its path is a file.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise typer.BadParameter(f"the folder {folder} cannot be made ({error.strerror})") from error

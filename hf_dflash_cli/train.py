@@ -4,13 +4,12 @@ Because of that, this is the one command whose help imports torch.
 """
 
 import inspect
-from dataclasses import fields
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from hf_dflash.training.settings import TrainingSettings, annotation_of, read_yaml
+from hf_dflash.training.settings import TrainingSettings, annotation_of, read_yaml, setting_fields
 
 _TYPES = {"int": int, "float": float, "str": str, "bool": bool, "list[int]": str}
 
@@ -18,7 +17,7 @@ _TYPES = {"int": int, "float": float, "str": str, "bool": bool, "list[int]": str
 def _flags() -> list[inspect.Parameter]:
     """One optional flag per setting; None means it was not given, and the YAML file or the default applies."""
     flags = []
-    for item in fields(TrainingSettings):
+    for item in setting_fields():
         name = item.name.replace("_", "-")
         kind = _TYPES[annotation_of(item).split(" |")[0]]
         default = "" if item.default is None else f" [default: {item.default}]"
@@ -53,8 +52,9 @@ def train(
     given = {name: value for name, value in settings.items() if value is not None}
     if "taps" in given:
         given["taps"] = _numbers(given["taps"])
-    values = {**(read_yaml(config) if config else {}), **given}
-    result = run(TrainingSettings.from_mapping(values, str(config or "flags")), resume=resume, log=typer.echo)
+    values = read_yaml(config) if config else {}
+    chosen = TrainingSettings.from_mapping(values, str(config or "flags"), flags=given)
+    result = run(chosen, resume=resume, log=typer.echo)
     if result.interrupted:
         raise typer.Exit(130)
 

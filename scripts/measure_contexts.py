@@ -81,7 +81,7 @@ def main() -> None:
     arguments = parser.parse_args()
 
     folder = str(demo_target(print))
-    target, tokenizer = load_target(folder, dtype=arguments.dtype)
+    target, tokenizer = load_target(folder, dtype=arguments.dtype, device_map="cpu")
     draft = load_draft(arguments.draft, dtype=getattr(torch, arguments.dtype))
     pair = Pair(target, tokenizer, draft, folder, arguments.draft)
     methods = {}

@@ -85,7 +85,7 @@ def main() -> None:
 
     dtype = getattr(torch, arguments.dtype)
     folder = str(demo_target(print))
-    target, tokenizer = load_target(folder, dtype=arguments.dtype)
+    target, tokenizer = load_target(folder, dtype=arguments.dtype, device_map="cpu")
     draft = load_draft(arguments.draft, dtype=dtype)
     pair = Pair(target, tokenizer, draft, folder, arguments.draft)
     authors = None if arguments.without_authors else arguments.draft

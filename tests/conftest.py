@@ -36,11 +36,12 @@ def smollm2():
 def run_cli(monkeypatch, capsys) -> Callable[..., CommandResult]:
     """Run `hf-dflash` in this process, as the console script does."""
 
-    def run(*arguments: str, stdin: str = "") -> CommandResult:
+    def run(*arguments: str, stdin: str | bytes = "") -> CommandResult:
         from hf_dflash_cli.app import main
 
         monkeypatch.setattr(sys, "argv", ["hf-dflash", *map(str, arguments)])
-        monkeypatch.setattr(sys, "stdin", io.StringIO(stdin))
+        as_bytes = stdin if isinstance(stdin, bytes) else stdin.encode()
+        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(as_bytes), encoding="utf-8"))
         capsys.readouterr()
         with pytest.raises(SystemExit) as exit_info:
             main()

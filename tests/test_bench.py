@@ -235,10 +235,6 @@ def test_bench_needs_a_pair(run_cli, tmp_path):
     assert run_cli("bench", "--out", tmp_path).code == 2
 
 
-def test_json_has_no_nan():
-    assert report.without_nan({"a": [float("nan"), 1.0], "b": float("inf")}) == {"a": [None, 1.0], "b": None}
-
-
 def test_gpu_check_measures_every_cell():
     plan = gpu_check.Check(["tiny"], block_sizes=[2, 4], contexts=[8, 16], device="cpu", dtype=torch.float32)
     rows = gpu_check.check(plan)

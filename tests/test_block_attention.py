@@ -102,7 +102,10 @@ def test_a_verify_forward_of_a_target_uses_it(calls):
 
     target = FAMILIES["llama"].build(0)
     assert target.config._attn_implementation == "sdpa"
-    pair = both(target, {"inputs": prompt()}, randomly(1, 5), max_new_tokens=20, do_sample=False)
+    # The first call with a target also probes it with a block.
+    for _ in range(2):
+        calls.clear()
+        pair = both(target, {"inputs": prompt()}, randomly(1, 5), max_new_tokens=20, do_sample=False)
     assert_same(pair)
     full_rounds = sum(proposed > 0 for proposed in pair.statistics.proposed)
     assert len(calls) == full_rounds * target.config.num_hidden_layers
@@ -112,3 +115,13 @@ def test_installing_twice_wraps_once():
     before = AttentionInterface()["sdpa"]
     block_attention.install()
     assert AttentionInterface()["sdpa"] is before
+
+
+@pytest.mark.parametrize("keys", [3, 5, 9])
+def test_a_block_without_a_mask_sees_all_of_an_image_as_single_tokens_do(keys):
+    """transformers' function is causal for several queries without a mask, and cuts off keys beyond their number."""
+    query, key, value, _ = inputs(n=5, keys=keys)
+    singly = torch.cat([plain_attention(3, query[:, :, i : i + 1], key, value, None) for i in range(5)], dim=1)
+    with block_attention.block_attention():
+        assert torch.allclose(plain_attention(3, query, key, value, None), singly, atol=1e-6)
+    assert not torch.allclose(plain_attention(3, query, key, value, None), singly, atol=1e-2), "nothing to correct"

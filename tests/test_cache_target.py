@@ -295,3 +295,59 @@ def test_interleaved_generations_in_one_thread_leave_in_any_order(models):
     assert hooks_of(model) == 0
     assert (torch.cat(outputs[0]) - logits[1:9]).abs().max() < CLOSE * 5
     assert (torch.cat(outputs[1]) - others[1:9]).abs().max() < CLOSE * 5
+
+
+class TestReplacedCaches:
+    """A target that starts another cache within a call."""
+
+    def test_the_same_cache_or_none_changes_nothing(self, models):
+        cache = DynamicCache(config=models["llama"].config)
+        with TargetCache(cache, models["llama"], max_length=60, block_size=8) as target_cache:
+            forward(models["llama"], PROMPT, cache)
+            layers = cache.layers
+            assert not target_cache.replaced_by(cache, 8) and not target_cache.replaced_by(None, 8)
+            assert cache.layers is layers and target_cache.cache is cache
+
+    @pytest.mark.parametrize("name", KINDS)
+    def test_decoding_continues_on_the_new_cache(self, models, name):
+        """The old cache keeps what was committed, and the new one is rolled back to what is accepted."""
+        model = models[name]
+        text, logits = decode_plainly(model, PROMPT, 20)
+        old = plain_cache(model, PROMPT[:, :4])
+        old_layers = list(old.layers)
+        with TargetCache(old, model, max_length=60, block_size=8) as target_cache:
+            target_cache.begin_block()
+            new = plain_cache(model, text[:, :12])
+            assert target_cache.replaced_by(new, 1) and target_cache.cache is new
+            assert old.layers == old_layers
+            target_cache.begin_block()
+            block = torch.cat([text[:, 12:15], torch.full((1, 5), 7)], dim=1)
+            outputs = forward(model, block, new)[0, :3]
+            target_cache.commit(torch.tensor([3]), 8)
+        assert (outputs - logits[2:5]).abs().max() < CLOSE * 5
+        assert_same_states(new, plain_cache(model, text[:, :15]))
+        assert_same_states(old, plain_cache(model, PROMPT[:, :4]))
+        assert hooks_of(model) == 0
+
+    def test_a_block_in_another_cache_is_refused(self, models):
+        model = models["llama"]
+        cache = DynamicCache(config=model.config)
+        with (
+            pytest.raises(UnsupportedTargetError, match=r"block of 8 tokens into another cache \(a DynamicCache\)"),
+            TargetCache(cache, model, max_length=60, block_size=8) as target_cache,
+        ):
+            forward(model, PROMPT, cache)
+            target_cache.begin_block()
+            target_cache.replaced_by(plain_cache(model, PROMPT), 8)
+        assert_same_states(cache, plain_cache(model, PROMPT))
+
+    def test_a_new_cache_of_another_kind_is_refused_and_the_old_one_restored(self, models):
+        model = models["llama"]
+        cache = DynamicCache(config=model.config)
+        with (
+            pytest.raises(UnsupportedOptionError, match="static cache"),
+            TargetCache(cache, model, max_length=60, block_size=8) as target_cache,
+        ):
+            forward(model, PROMPT, cache)
+            target_cache.replaced_by(StaticCache(config=model.config, max_cache_len=64), 1)
+        assert [type(layer) for layer in cache.layers] == [DynamicLayer] * 4

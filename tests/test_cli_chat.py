@@ -125,3 +125,11 @@ def test_a_cache_that_shares_nothing_is_left(conversation):
     conversation._read = torch.full_like(conversation._read, 1)
     before = conversation._cache
     assert conversation._cache_for(torch.tensor([[5, 6, 7]])) is not before
+
+
+def test_a_message_that_is_not_utf8_is_named_and_not_sent(run_cli, tiny_folders):
+    typed = b"\xef\xbb\xbfhello\nabc\xff\n/stats\n"
+    ended = run_cli("chat", "-t", tiny_folders.target, "-d", tiny_folders.draft, "-n", "8", stdin=typed)
+    assert ended.code == 0
+    assert "The message was not sent: found the byte 0xff at character 4" in ended.err
+    assert ended.err.count("tokens/s") == 1, "the other message is answered"

@@ -129,3 +129,54 @@ def test_what_cannot_be_done_is_one_line(generate, arguments, expected):
 @pytest.mark.parametrize("arguments", [[], ["hello", "--file", __file__], ["  "]])
 def test_no_prompt_or_two_is_wrong_usage(generate, arguments):
     assert generate(*arguments).code == 2
+
+
+# --- text that is not UTF-8, and byte order marks
+
+
+@pytest.mark.parametrize("source", ["stdin", "file", "argument", "system"])
+def test_a_prompt_that_is_not_utf8_is_named(generate, tmp_path, source):
+    bad = b"abc\xff\xfe def"
+    (tmp_path / "prompt.txt").write_bytes(bad)
+    argument = bad.decode(errors="surrogateescape")  # as Python hands arguments over
+    ended, name = {
+        "stdin": lambda: (generate("-n", "4", stdin=bad), "standard input"),
+        "file": lambda: (generate("-n", "4", "--file", tmp_path / "prompt.txt"), str(tmp_path / "prompt.txt")),
+        "argument": lambda: (generate("-n", "4", argument), "the prompt"),
+        "system": lambda: (generate("-n", "4", "--system", argument, "hello"), "--system"),
+    }[source]()
+    assert (ended.code, ended.out) == (1, "")
+    assert ended.err.startswith(f"hf-dflash: {name}: found the byte 0xff at character 4, expected UTF-8")
+    assert ended.err.count("\n") == 1
+
+
+@pytest.mark.parametrize("source", ["stdin", "file"])
+def test_a_byte_order_mark_is_no_part_of_the_prompt(generate, tmp_path, source):
+    expected = json.loads(generate("hé", "-n", "8", "--json").out)
+    marked = "\ufeffhé".encode()
+    (tmp_path / "prompt.txt").write_bytes(marked)
+    given = {"stdin": {"stdin": marked}, "file": {}}[source]
+    ended = generate(*["--file", tmp_path / "prompt.txt"] * (source == "file"), "-n", "8", "--json", **given)
+    result = json.loads(ended.out)
+    assert (result["prompt_tokens"], result["token_ids"]) == (expected["prompt_tokens"], expected["token_ids"])
+
+
+def test_a_folder_as_the_file_is_wrong_usage(generate, tmp_path):
+    ended = generate("--file", tmp_path)
+    assert ended.code == 2
+    assert "directory" in ended.err
+
+
+def test_a_trace_in_a_folder_that_is_not_there_is_wrong_usage(generate, tmp_path):
+    ended = generate("hello", "--trace", tmp_path / "nowhere" / "trace.jsonl")
+    assert ended.code == 2
+    assert "there is no folder" in ended.err
+
+
+def test_json_without_a_round_has_null_and_no_nan(generate):
+    def fail(constant):
+        raise AssertionError(f"{constant} is not JSON")
+
+    result = json.loads(generate("hello", "-n", "1", "--json").out, parse_constant=fail)
+    assert result["statistics"]["rounds"] == 0
+    assert result["statistics"]["tau"] is None and result["statistics"]["acceptance_rate"] is None

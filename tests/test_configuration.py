@@ -1,12 +1,13 @@
 """The canonical configuration: defaults, JSON round trip, and rejected values."""
 
 import copy
+import math
 
 import pytest
 from tiny_drafts import tiny_config
 from transformers import AutoConfig
 
-from hf_dflash.draft.configuration_dflash import DFlashConfig, find_problems
+from hf_dflash.draft.configuration_dflash import MAXIMA, DFlashConfig, find_problems, format_value, is_number
 from hf_dflash.draft.errors import CheckpointError, UnsupportedOptionError
 
 
@@ -218,3 +219,107 @@ def test_a_problem_says_where_the_value_was_read_from():
     values = {**tiny_config().to_dict(), "block_size": "8"}
     (problem,) = find_problems(values, {"block_size": "`dflash_config.block_size`"})
     assert problem.endswith("found '8' (str) in `dflash_config.block_size`.")
+
+
+# Values that no integer or number of a configuration may have: wrong types, and far out of range.
+ABSURD = {
+    "text": "8",
+    "boolean": True,
+    "list": [8],
+    "mapping": {"a": 8},
+    "negative": -1,
+    "2**63": 2**63,
+    "400 digits": 10**400,
+    "5000 digits": 10**5000,
+    "nan": math.nan,
+    "inf": math.inf,
+}
+FRACTIONS = (
+    "rms_norm_eps",
+    "initializer_range",
+    "attention_dropout",
+    "input_embedding_scale",
+    "output_multiplier",
+    "final_logit_softcapping",
+)
+
+
+@pytest.mark.parametrize("value", [*ABSURD.values(), 8.0], ids=[*ABSURD, "fraction"])
+@pytest.mark.parametrize("key", MAXIMA)
+def test_every_integer_has_a_type_and_a_range(key, value):
+    version = 2 if key.startswith(("conv_", "selector_")) else 1
+    message = error_of(version, **{key: value})
+    assert f"`{key}` must be" in message and "found" in message
+    assert len(message) < 3000
+
+
+@pytest.mark.parametrize("key", MAXIMA)
+def test_the_range_ends_at_its_maximum(key):
+    values = tiny_config(2).to_dict()
+    over, at = ({**values, key: MAXIMA[key] + more} for more in (1, 0))
+    assert any(f"`{key}` must be a" in text and f"{MAXIMA[key]}; found" in text for text in find_problems(over))
+    assert not any(f"`{key}` must be a" in text and f"{MAXIMA[key]}; found" in text for text in find_problems(at))
+
+
+def test_every_integer_of_the_configuration_is_in_the_table():
+    integers = {
+        name
+        for name, kind in DFlashConfig.__annotations__.items()
+        if str(kind).replace(" ", "") in ("int", "int|None", "<class'int'>")
+    }
+    assert integers - {"dflash_version"} == set(MAXIMA)
+
+
+@pytest.mark.parametrize("value", [*ABSURD.values(), 1e300], ids=[*ABSURD, "1e300"])
+@pytest.mark.parametrize("key", FRACTIONS)
+def test_every_fraction_has_a_type_and_a_range(key, value):
+    message = error_of(**{key: value})
+    assert f"`{key}` must be a number" in message and len(message) < 3000
+
+
+@pytest.mark.parametrize("value", [*ABSURD.values(), 0, 1e300], ids=[*ABSURD, "zero", "1e300"])
+@pytest.mark.parametrize("key", ["rope_theta", "factor", "original_max_position_embeddings", "beta_fast"])
+def test_every_number_of_rope_has_a_type_and_a_range(key, value):
+    yarn = {"rope_theta": 1e4, "rope_type": "yarn", "factor": 4, "original_max_position_embeddings": 64}
+    message = error_of(rope_parameters={**yarn, key: value})
+    assert f"`{key}` must be a number" in message and len(message) < 3000
+
+
+def test_other_fields_have_a_type():
+    for value in (1, "yes", "false", []):
+        for key in ("attention_bias", "own_embeddings"):
+            assert f"`{key}` must be true or false" in error_of(**{key: value})
+    for value in (1, True, ["a"], {}):
+        for key in ("target_name_or_path", "source_layout"):
+            assert f"`{key}` must be a string" in error_of(**{key: value})
+    for version in (1.0, True, "1", [1]):
+        assert "`dflash_version` must be 1 or 2" in error_of(dflash_version=version)
+    yarn = {"rope_theta": 1e4, "rope_type": "yarn", "factor": 4, "original_max_position_embeddings": 64}
+    assert "`truncate` must be true or false" in error_of(rope_parameters={**yarn, "truncate": "false"})
+    assert not find_problems({**tiny_config().to_dict(), "rope_parameters": {**yarn, "truncate": False}})
+
+
+@pytest.mark.parametrize("taps", [[4096], [0] * 10**6, list(range(10**6)), [-(10**5000), 1]], ids=len)
+def test_absurd_taps_are_reported_at_once(taps):
+    message = error_of(target_layer_ids=taps)
+    assert "`target_layer_ids` must be" in message and len(message) < 3000
+
+
+def test_a_block_size_of_a_call_can_be_absurd():
+    with pytest.raises(UnsupportedOptionError, match="from 2 to 8, found a value of type int"):
+        tiny_config().checked_block_size(10**5000)
+
+
+def test_numbers_are_those_that_a_float_can_hold():
+    assert is_number(0) and is_number(-1.5) and is_number(10**300)
+    assert not any(map(is_number, (10**400, math.nan, math.inf, -math.inf, True, "1", None)))
+
+
+def test_any_value_can_be_formatted():
+    deep = []
+    for _ in range(10**5):
+        deep = [deep]
+    assert format_value({"a": [1, "b"]}) == "{'a': [1, 'b']}"
+    assert format_value(10**5000) == "a value of type int that is too large to print"
+    assert format_value(deep) == "a value of type list that is too large to print"
+    assert format_value("x" * 1000).endswith("... (1002 characters)") and len(format_value("x" * 1000)) < 400

@@ -1,5 +1,7 @@
 """The dispatch of `assistant_model=`: which calls reach the DFlash loop and which do not."""
 
+from pathlib import Path
+
 import pytest
 import torch
 from families import FAMILIES
@@ -10,6 +12,7 @@ from tiny_drafts import tiny_draft
 from transformers import GenerationConfig, GenerationMixin, LlamaForCausalLM, MuseGlimmerAssistantModel, __version__
 
 import hf_dflash
+from hf_dflash import DFlashGenerate
 from hf_dflash.decoding import dispatch, generate
 
 NEW = 20
@@ -212,3 +215,118 @@ def test_the_draft_also_runs_on_the_native_path(target, monkeypatch):
     plain = greedy(target)
     without_dispatch(monkeypatch)
     assert torch.equal(greedy(target, assistant_model=draft, speculation_type="dflash"), plain)
+
+
+# What is given instead of a loaded draft
+
+
+@pytest.mark.parametrize("as_type", [str, Path])
+def test_the_name_of_a_draft_is_answered_with_how_to_load_it(target, rows_decoded, tmp_path, as_type):
+    tiny_draft(hidden_size=64, vocab_size=384).save_pretrained(tmp_path)
+    for options in ({"assistant_model": as_type(tmp_path)}, {"custom_generate": DFlashGenerate(as_type(tmp_path))}):
+        with pytest.raises(hf_dflash.UnsupportedOptionError, match=r"hf_dflash\.load_draft\('.*'\)"):
+            greedy(target, **options)
+    assert not rows_decoded
+
+
+def test_no_message_prints_a_module(target):
+    draft = tiny_draft(hidden_size=64, vocab_size=384)
+    with pytest.raises(hf_dflash.UnsupportedOptionError, match="a DFlashGenerate") as caught:
+        greedy(target, assistant_model=draft, custom_generate=DFlashGenerate(draft))
+    assert len(str(caught.value)) < 500 and "Linear" not in str(caught.value)
+
+
+@pytest.mark.parametrize("options", [{"stats": 5}, {"trace": 5}])
+def test_stats_and_trace_are_checked_before_decoding(target, monkeypatch, options):
+    monkeypatch.setattr(target, "forward", lambda *a, **k: pytest.fail("the target ran before the refusal"))
+    draft = tiny_draft(hidden_size=64, vocab_size=384)
+    with pytest.raises(hf_dflash.UnsupportedOptionError, match=f"`{next(iter(options))}` must be .*found 5"):
+        greedy(target, assistant_model=draft, **options)
+    with pytest.raises(hf_dflash.UnsupportedOptionError, match=f"`{next(iter(options))}` must be .*found 5"):
+        greedy(target, custom_generate=DFlashGenerate(draft, **options))
+
+
+# `num_assistant_tokens`
+
+
+def block_of(target, draft, **options) -> int:
+    """Return the block size that a call used."""
+    stats = []
+    target.generate(prompt(), assistant_model=draft, stats=stats.append, **options)
+    return max(stats[0].proposed) + 1
+
+
+@pytest.mark.parametrize("left_over", [3, 10])
+@pytest.mark.parametrize("place", ["target", "call"])
+def test_a_left_over_num_assistant_tokens_is_reported_and_not_used(caplog, place, left_over):
+    target, draft = FAMILIES["llama"].build(0), tiny_draft(hidden_size=64, vocab_size=384)
+    options = {"max_new_tokens": NEW, "do_sample": False}
+    if place == "target":
+        target.generation_config.num_assistant_tokens = left_over
+    else:
+        options = {"generation_config": GenerationConfig(**options, num_assistant_tokens=left_over)}
+    dispatch.logger.warning_once.cache_clear()
+    assert block_of(target, draft, **options) == 8
+    assert f"`num_assistant_tokens={left_over}` in the generation config" in caplog.text
+    if place == "target":
+        caplog.clear()
+        dispatch.logger.warning_once.cache_clear()
+        assert block_of(target, draft, **options, num_assistant_tokens=4) == 5
+        assert block_of(target, draft, **options, block_size=3) == 3
+        assert "num_assistant_tokens" not in caplog.text, "an explicit option needs no warning"
+
+
+def test_num_assistant_tokens_of_the_draft_sets_its_block(target):
+    draft = tiny_draft(hidden_size=64, vocab_size=384)
+    options = {"max_new_tokens": NEW, "do_sample": False}
+    draft.generation_config.num_assistant_tokens = 4
+    assert block_of(target, draft, **options) == 5
+    assert block_of(target, draft, **options, num_assistant_tokens=6) == 7
+    draft.generation_config.num_assistant_tokens = 20
+    with pytest.raises(hf_dflash.UnsupportedOptionError, match=r"draft\.generation_config\.num_assistant_tokens=20"):
+        greedy(target, assistant_model=draft)
+    assert hf_dflash.DFlashDraftModel(draft.config).generation_config.num_assistant_tokens is None
+
+
+# Token healing
+
+
+@pytest.fixture(scope="module")
+def healing_tokenizer():
+    """A byte-level tokenizer of 384 tokens, many of which start with another, and the BOS that healing requires."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    inner = Tokenizer(models.BPE())
+    inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    inner.decoder = decoders.ByteLevel()
+    special, alphabet = ["<pad>", "<s>"], pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(vocab_size=384, special_tokens=special, initial_alphabet=alphabet)
+    inner.train_from_iterator([(Path(__file__).parent.parent / "LICENSE").read_text(encoding="utf-8")], trainer)
+    return PreTrainedTokenizerFast(tokenizer_object=inner, pad_token="<pad>", bos_token="<s>")
+
+
+@pytest.mark.parametrize("place", ["call", "config"])
+@pytest.mark.parametrize("with_stop", [False, True])
+def test_token_healing_gets_the_tokenizer(target, rows_decoded, healing_tokenizer, place, with_stop):
+    """The last token of the prompt, s, is replaced by one that starts with it."""
+    tokenizer, ids = healing_tokenizer, healing_tokenizer("draft(target.s", return_tensors="pt").input_ids
+    pieces = [tokenizer.decode([token]) for token in range(384)]
+    # Single bytes of non-ASCII letters do not decode to text that a stop string could contain.
+    odd = [i for i, piece in enumerate(pieces) if not (piece.isascii() and piece.isprintable() and piece)]
+    options = {"max_new_tokens": NEW, "do_sample": False, "suppress_tokens": odd}
+    unhealed = target.generate(ids, **options)
+    options["token_healing"] = True
+    whole = target.generate(ids, **options, tokenizer=tokenizer)
+    assert not torch.equal(whole, unhealed), "healing changes nothing, so the test proves nothing"
+    if with_stop:
+        options["stop_strings"] = [tokenizer.decode(whole[0, -6:-4])]
+    if place == "config":
+        options = {"generation_config": GenerationConfig(**options, pad_token_id=0)}
+    plain = target.generate(ids, **options, tokenizer=tokenizer)
+    assert (plain.shape[1] < whole.shape[1]) == with_stop
+    draft = oracle_draft(target, whole, all_right)
+    assert torch.equal(target.generate(ids, **options, tokenizer=tokenizer, assistant_model=draft), plain)
+    assert len(rows_decoded) == 1
+    with pytest.raises(hf_dflash.UnsupportedOptionError, match="`(token_healing|stop_strings)=.*` requires"):
+        target.generate(ids, **options, assistant_model=draft)

@@ -353,6 +353,7 @@ REFUSED = {
     "assistant_confidence_threshold": {"assistant_confidence_threshold": 0.3},
     "num_assistant_tokens_schedule": {"num_assistant_tokens_schedule": "heuristic"},
     "static cache": {"cache_implementation": "static"},
+    "paged": {"cache_implementation": "paged"},
     "offloaded cache": {"cache_implementation": "offloaded"},
 }
 
@@ -373,6 +374,15 @@ def test_block_sizes_out_of_range_name_the_option_and_the_checkpoint(target, no_
         target.generate(prompt(), max_new_tokens=4, assistant_model=draft, **option)
     with pytest.raises(UnsupportedOptionError, match="disagree"):
         target.generate(prompt(), max_new_tokens=4, assistant_model=draft, block_size=4, num_assistant_tokens=4)
+
+
+def test_attentions_that_sdpa_does_not_compute_are_refused_before_the_first_token(target, tokenizer):
+    assert target.config._attn_implementation == "sdpa"
+    draft, recorder = tiny_draft(hidden_size=64, vocab_size=384), Recorder(tokenizer)
+    options = {"return_dict_in_generate": True, "output_attentions": True, "streamer": recorder}
+    with pytest.raises(UnsupportedOptionError, match='`output_attentions` .*attn_implementation="eager"'):
+        target.generate(prompt(), max_new_tokens=4, assistant_model=draft, **options)
+    assert len(recorder.values) == 1, "more than the prompt was streamed"
 
 
 def test_encoder_decoder_targets_are_refused():

@@ -22,6 +22,7 @@ from hf_dflash.draft import hub
 from hf_dflash.draft.errors import CheckpointError
 from hf_dflash.draft.hub import export_draft, model_card
 from hf_dflash.draft.loading import load_draft
+from hf_dflash.ownership import RECEIPT
 from hf_dflash_cli.app import app
 
 REPOSITORY = Path(__file__).parent.parent
@@ -120,7 +121,7 @@ def test_own_embeddings_and_heads_affect_the_candidates(tmp_path):
 
 def test_an_exported_folder_is_complete(tmp_path):
     folder = export_draft(publish("z-lab", tmp_path / "source"), tmp_path / "draft", target="org/target")
-    others = {"README.md", "config.json", "model.safetensors"}
+    others = {"README.md", "config.json", "model.safetensors", RECEIPT}
     custom = {"custom_generate/generate.py", "custom_generate/requirements.txt"}
     assert contents(folder) == HUB_FILES | others | custom
     for name in HUB_FILES:
@@ -233,10 +234,28 @@ def test_a_folder_in_use_is_left_alone(tmp_path):
     draft = export_draft(source, tmp_path / "draft")
     with pytest.raises(CheckpointError, match="not empty"):
         export_draft(source, draft)
-    (draft / "old.txt").write_text("from before")
+    written = (draft / "model.safetensors").stat().st_mtime_ns
     export_draft(source, draft, force=True)
-    assert "old.txt" not in contents(draft)
+    assert (draft / "model.safetensors").stat().st_mtime_ns > written
     assert {path.name for path in tmp_path.iterdir()} == {"source", "other", "draft"}
+
+
+@pytest.mark.parametrize("name", ["old.txt", "README.md", "custom_generate/mine.py", RECEIPT])
+def test_what_was_added_to_an_export_is_not_replaced_even_with_force(tmp_path, name: str):
+    source = publish("z-lab", tmp_path / "source")
+    draft = export_draft(source, tmp_path / "draft")
+    (draft / name).write_text("years of work")
+    with pytest.raises(CheckpointError, match=rf"did not verifiably write \(.*{name}.*not even with --force"):
+        export_draft(source, draft, force=True)
+    assert (draft / name).read_text() == "years of work"
+
+
+def test_a_draft_that_others_made_is_not_replaced_even_with_force(tmp_path):
+    source, theirs = publish("z-lab", tmp_path / "source"), publish("modelopt", tmp_path / "theirs")
+    before = contents(theirs)
+    with pytest.raises(CheckpointError, match=r"did not verifiably write \(config.json, model.safetensors\)"):
+        export_draft(source, theirs, force=True)
+    assert contents(theirs) == before
 
 
 @pytest.mark.parametrize("there_before", [False, True])
@@ -244,16 +263,16 @@ def test_a_failure_leaves_everything_as_it_was(tmp_path, monkeypatch, there_befo
     source, draft = publish("z-lab", tmp_path / "source"), tmp_path / "draft"
     if there_before:
         export_draft(source, draft)
-        (draft / "old.txt").write_text("from before")
 
     def fail(_):
         raise OSError("disk full")
 
+    before = {name: (draft / name).stat().st_mtime_ns for name in contents(draft)}
     monkeypatch.setattr(hub, "model_card", fail)
     with pytest.raises(OSError, match="disk full"):
         export_draft(source, draft, force=True)
     assert {path.name for path in tmp_path.iterdir()} == {"source"} | ({"draft"} if there_before else set())
-    assert not there_before or "old.txt" in contents(draft)
+    assert ({name: (draft / name).stat().st_mtime_ns for name in contents(draft)} if there_before else {}) == before
 
 
 def test_the_command_exports_and_reports_what_is_missing(tmp_path):

@@ -437,7 +437,7 @@ def test_a_vocabulary_of_its_own_needs_a_head_of_its_own():
 
 # --- arbitrary values -------------------------------------------------------------------------------------------------
 
-ODD_VALUES = (None, True, -1, 0, 1.5, "x", [], ["x"], [None], [[1]], {}, {"a": 1}, {F: 1})
+ODD_VALUES = (None, True, -1, 0, 1.5, "x", [], ["x"], [None], [[1]], {}, {"a": 1}, {F: 1}, 10**9, 10**400, [10**400])
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
@@ -466,3 +466,136 @@ def test_an_unknown_key_of_dflash_config_is_a_warning():
 def test_an_unknown_projector_is_rejected():
     message = error_of(fixture("qwen3-8b-dflash-b16", nested__projector_type="newer"))
     assert "`dflash_config.projector_type` is 'newer'" in message and "an unknown kind of draft" in message
+
+
+# --- types -----------------------------------------------------------------------------------------------------------
+
+BASES = {
+    "z-lab": "qwen3-8b-dflash-b16",
+    "modelopt": "modelopt-qwen3-8b-dflash",
+    "muse": "muse-glimmer-30b-assistant",
+    "speculators": "speculators-qwen3-8b-dflash",
+}
+
+
+def edited(name: str, path: str, value: Any) -> dict[str, Any]:
+    """A published `config.json` with the value at a dotted path replaced; layer types are removed, so that every key
+    that they depend on is read.
+    """
+    raw = fixture(name)
+    for inner in (raw, raw.get("transformer_layer_config", {})):
+        inner.pop("layer_types", None)
+    *outer, last = path.split(".")
+    place = raw
+    for key in outer:
+        place = place[key]
+    place[last] = value
+    return raw
+
+
+@pytest.mark.parametrize("value", [0, False, "", [], "yarn", [4], 1.5])
+@pytest.mark.parametrize(
+    ("base", "path"),
+    [
+        ("z-lab", "dflash_config"),
+        ("z-lab", "rope_scaling"),
+        ("z-lab", "rope_parameters"),
+        ("muse", "rope_parameters"),
+        ("speculators", "transformer_layer_config"),
+        ("speculators", "transformer_layer_config.rope_scaling"),
+        ("speculators", "speculators_config"),
+        ("speculators", "speculators_config.verifier"),
+    ],
+)
+def test_a_mapping_must_be_one(base, path, value):
+    message = error_of(edited(BASES[base], path, value))
+    assert f"`{path}`" in message and f"must be a mapping or null; found {value!r}" in message
+
+
+@pytest.mark.parametrize("value", ["false", "true", 0, 1, [], {}])
+@pytest.mark.parametrize(
+    ("base", "path"),
+    [
+        ("z-lab", "use_sliding_window"),
+        ("z-lab", "is_causal"),
+        ("z-lab", "dflash_config.causal"),
+        ("modelopt", "dflash_config.use_swa"),
+        ("speculators", "sliding_window_non_causal"),
+        ("speculators", "transformer_layer_config.use_sliding_window"),
+    ],
+)
+def test_a_flag_must_be_a_boolean(base, path, value):
+    message = error_of(edited(BASES[base], path, value))
+    assert f"`{path}`" in message and f"must be true, false or null; found {value!r}" in message
+
+
+@pytest.mark.parametrize(
+    ("base", "path", "value", "needed"),
+    [
+        ("z-lab", "max_window_layers", "28", "an integer"),
+        ("z-lab", "architectures", "DFlashDraftModel", "a list of strings"),
+        ("z-lab", "model_type", 3, "a string"),
+        ("z-lab", "eos_token_id", "5", "a token id, a list of them"),
+        ("speculators", "transformer_layer_config.pad_token_id", [1, None], "a token id, a list of them"),
+        ("speculators", "speculators_config.verifier.name_or_path", ["a"], "a string"),
+        ("z-lab", "partial_rotary_factor", True, "a number"),
+        ("z-lab", "final_logit_softcapping", False, "a number above 0"),
+    ],
+)
+def test_other_values_have_a_type_too(base, path, value, needed):
+    message = error_of(edited(BASES[base], path, value))
+    assert f"must be {needed}" in message and f"found {value!r}" in message
+
+
+@pytest.mark.parametrize("value", [0, False, "", {}, []])
+@pytest.mark.parametrize("base", BASES.values())
+def test_layer_types_that_are_no_list_of_types_are_not_ignored(base, value):
+    raw = fixture(base)
+    raw.get("transformer_layer_config", raw)["layer_types"] = value
+    assert "`layer_types` must be" in error_of(raw)
+
+
+@pytest.mark.parametrize("layers", [257, 20_000, 10**9, 10**400])
+@pytest.mark.parametrize("base", BASES.values())
+def test_an_absurd_number_of_layers_is_reported_at_once(base, layers):
+    raw = fixture(base)
+    inner = raw.get("transformer_layer_config", raw)
+    inner["num_hidden_layers"] = layers
+    for place in (inner, raw):
+        place.pop("layer_types", None)
+    raw["is_causal"] = False
+    assert "`num_hidden_layers` must be an integer of at least 1 and at most 256" in error_of(raw)
+
+
+@pytest.mark.parametrize(("key", "value"), [("shift_label", 0), ("is_neox_style", 1), ("logit_scale", True)])
+def test_an_option_is_harmless_only_in_its_own_type(key, value):
+    assert f"`{key}` (top level) is {value!r}, which is not supported" in error_of(
+        {**fixture("qwen3-8b-dflash-b16"), key: value}
+    )
+
+
+def test_a_head_that_is_no_matrix_is_no_head():
+    assert to_canonical(fixture("qwen3-8b-dflash-b16"), {"lm_head.weight": ()}).draft_vocab_size is None
+
+
+# --- targets ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("raw", "is_target"),
+    [
+        ({"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"]}, True),
+        ({"model_type": "gemma3", "architectures": ["Gemma3ForConditionalGeneration"]}, True),
+        ({"model_type": "someones_own", "architectures": ["OwnForCausalLM"]}, True),
+        ({"model_type": "llama"}, True),
+        ({"model_type": "llama", "architectures": ["LlamaForCausalLMEagle3"]}, False),
+        ({"model_type": "bert", "architectures": ["BertModel"]}, False),
+        ({"model_type": ["qwen3"]}, False),
+        ({"speculators_model_type": "eagle3", "model_type": "qwen3"}, False),
+        ({}, False),
+    ],
+)
+def test_a_target_in_place_of_a_draft_is_recognized(raw, is_target):
+    message = error_of(raw)
+    assert "This is not a DFlash draft" in message
+    assert ("It looks like a target: if target and draft were swapped" in message) == is_target

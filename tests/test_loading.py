@@ -382,7 +382,7 @@ def test_an_unreachable_repository(monkeypatch):
         raise LocalEntryNotFoundError("not in the cache")
 
     monkeypatch.setattr(checkpoint, "hf_hub_download", not_cached)
-    assert "some/draft has no config.json" in error_of("some/draft")
+    assert "neither a local folder nor a reachable Hub repository: not in the cache" in error_of("some/draft")
 
 
 def test_a_name_that_is_neither_folder_nor_repository():

@@ -5,7 +5,10 @@ import torch
 from families import FAMILIES, SERVED
 from lossless import BLOCK, MODES, PATTERNS, assert_same, assert_varied, both, fresh, is_close, prompt, unpadded
 from oracle import all_right, fixed, none_right, oracle_draft, randomly
-from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteria, StoppingCriteriaList
+from transformers import DynamicCache, LogitsProcessor, LogitsProcessorList, StoppingCriteria, StoppingCriteriaList
+
+from hf_dflash import UnsupportedOptionError
+from hf_dflash.target.cache import CACHE_KEYWORD
 
 NEW = 32
 ATTENTION_FAMILIES = [name for name in SERVED if not FAMILIES[name].recurrent]
@@ -302,32 +305,74 @@ def test_rows_that_end_early_are_padded_as_in_plain_generate(llama):
     assert_same(pair)
 
 
-def test_num_return_sequences_keeps_the_distribution(llama):
-    """Rows are sampled one at a time, so several sampled rows are not plain generate's rows, but their distribution is
-    the same. The two-sample chi-squared statistic over the first token's top 4 values and the rest, 400 draws each, has
-    4 degrees of freedom; by chance it exceeds 23.5 once in 10,000 runs.
-    """
-    options = {"max_new_tokens": 2, "do_sample": True, "top_k": 0, "temperature": 0.7, "num_return_sequences": 400}
-    torch.manual_seed(1)
-    plain = llama.generate(prompt(), **options)
-    draft = oracle_draft(llama, [[0] * 12], all_right)
-    draft.propose = lambda hidden, anchor_ids, head: torch.zeros(1, hidden.shape[1], dtype=torch.long)
-    torch.manual_seed(2)
-    ours = llama.generate(prompt(), assistant_model=draft, **options)
-    top = llama(prompt()).logits[0, -1].topk(4).indices.tolist()
+def test_a_sampled_batch_is_refused_and_its_rows_one_by_one_are_exact(llama):
+    """Plain generate draws for all rows together, which rows decoded one at a time cannot reproduce."""
+    draft = oracle_draft(llama, [[0] * 99], none_right, strict=False)
+    options = {"max_new_tokens": 8, "do_sample": True, "assistant_model": draft}
+    with pytest.raises(UnsupportedOptionError, match=r"`do_sample=True` was given for a batch of 3 rows\. "):
+        llama.generate(**batch(), **options)
+    with pytest.raises(UnsupportedOptionError, match=r"3 rows \(num_return_sequences=3\)"):
+        llama.generate(prompt(), num_return_sequences=3, **options)
+    for row in range(3):
+        inputs = {name: value[row : row + 1] for name, value in batch().items()}
+        assert_same(both(llama, inputs, randomly(4, 5), seed=row, max_new_tokens=NEW, do_sample=True))
 
-    def counts(ids):
-        column = ids[:, 9].tolist()
-        return torch.tensor([*(column.count(t) for t in top), sum(t not in top for t in column)], dtype=torch.float)
 
-    def statistic(a, b):
-        total = a + b
-        return (((a - b) ** 2) / total)[total > 0].sum().item()
+@pytest.mark.parametrize("option", PROCESSING)
+def test_logits_processors_in_a_batch(llama, option):
+    """Left padding counts where plain generate counts it, row by row."""
+    pair = both(llama, batch(), randomly(6, 5), max_new_tokens=NEW, do_sample=False, **PROCESSING[option])
+    assert_same(pair)
 
-    assert statistic(counts(plain), counts(ours)) < 23.5
-    # Control: greedy tokens are far off.
-    greedy = llama.generate(prompt(), max_new_tokens=1, do_sample=False).repeat(400, 1)
-    assert statistic(counts(plain), counts(greedy)) > 23.5
+
+class UntilAny(StoppingCriteria):
+    """Stops all rows once one of them has the token: not a criterion of a row."""
+
+    def __call__(self, input_ids, scores, **kwargs):
+        return torch.full((input_ids.shape[0],), bool((input_ids[:, -1] < 40).any()))
+
+
+class UntilToken(StoppingCriteria):
+    """Stops each row at its own first small token."""
+
+    dflash_per_row = True
+
+    def __call__(self, input_ids, scores, **kwargs):
+        return input_ids[:, -1] < 40
+
+
+class Prefers(LogitsProcessor):
+    """Adds to the scores of each row what its last token suggests."""
+
+    dflash_per_row = True
+
+    def __call__(self, input_ids, scores):
+        liked = (torch.arange(scores.shape[-1]) % 5)[None] == (input_ids[:, -1:] % 5)
+        return scores + 3.0 * liked
+
+
+def test_the_users_own_classes_in_a_batch(llama):
+    """Those that declare themselves per row give plain generate's rows; others are refused by name."""
+    options = {"max_new_tokens": NEW, "do_sample": False, "eos_token_id": 383, "pad_token_id": 0}
+    declared = {"stopping_criteria": [UntilToken()], "logits_processor": [Prefers()]}
+    pair = both(llama, batch(), randomly(4, 5), **options, **declared)
+    assert len({int((row != 0).sum()) for row in pair.plain[:, 9:]}) > 1, "rows should stop at different lengths"
+    assert_same(pair)
+    draft = oracle_draft(llama, [[0] * 99] * 3, none_right, strict=False)
+    for name, given in (
+        ("UntilAny", {"stopping_criteria": [UntilAny()]}),
+        ("Automaton", {"logits_processor": [Automaton()]}),
+    ):
+        with pytest.raises(UnsupportedOptionError, match=rf"^{name} was given for a batch of 3 rows"):
+            llama.generate(**batch(), **options, **given, assistant_model=draft)
+
+
+def test_a_cache_handed_in_with_a_batch_is_refused(llama):
+    cache = DynamicCache(config=llama.config)
+    draft = oracle_draft(llama, [[0] * 99] * 3, none_right, strict=False)
+    with pytest.raises(UnsupportedOptionError, match=rf"`{CACHE_KEYWORD}` was given for a batch of 3 rows"):
+        options = {"do_sample": False, "assistant_model": draft, CACHE_KEYWORD: cache}
+        llama.generate(**batch(), max_new_tokens=4, **options)
 
 
 @pytest.mark.parametrize("block_size", [2, 3, 5, 8])

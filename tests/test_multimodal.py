@@ -10,24 +10,65 @@ import numpy
 import pytest
 import torch
 import transformers
-from families import BEGIN_IMAGE, END_IMAGE, IMAGE, MULTIMODAL_FAMILIES, VOCAB
+from families import BASE, BEGIN_IMAGE, END_IMAGE, IMAGE, MULTIMODAL_FAMILIES, VOCAB, Family
 from lossless import MODES, PATTERNS, assert_same, assert_varied, both, prompt
 from oracle import fixed, oracle_draft, randomly
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import DynamicCache, PreTrainedTokenizerFast
 
+from hf_dflash import UnsupportedTargetError
 from hf_dflash.target.target import Target
 
 PIL = pytest.importorskip("PIL.Image")
 
 NEW = 24
+
+
+@torch.no_grad()
+def open_gates(model: torch.nn.Module) -> None:
+    """Open Llama 3.2 Vision's gates a little: closed, they hide the image, and wide open, the text repeats itself."""
+    for name, parameter in model.named_parameters():
+        if "gate" in name and "proj" not in name:
+            parameter.fill_(0.3)
+
+
+#: Cross-attention layers: only images are attended to, and without one they are skipped.
+MLLAMA = Family(
+    "MllamaForConditionalGeneration",
+    "MllamaConfig",
+    {
+        "text_config": dict(
+            {**BASE, "bos_token_id": 381},
+            intermediate_size=96,
+            cross_attention_layers=[3],
+            rope_parameters={"rope_type": "default", "rope_theta": 1e4},
+        ),
+        "vision_config": {
+            "hidden_size": 32,
+            "num_hidden_layers": 1,
+            "num_global_layers": 1,
+            "attention_heads": 2,
+            "image_size": 32,
+            "patch_size": 8,
+            "intermediate_size": 64,
+            "vision_output_dim": 64,
+            "intermediate_layers_indices": [0],
+            "supported_aspect_ratios": [[1, 1]],
+            "max_num_tiles": 1,
+            "initializer_range": 0.4,
+        },
+        "image_token_index": IMAGE,
+    },
+    adjust=open_gates,
+)
+TARGETS = {**MULTIMODAL_FAMILIES, "mllama": MLLAMA}
 _built: dict[str, torch.nn.Module] = {}
 
 
 def target_of(name: str):
     """Return a family's target, built once for this module."""
     if name not in _built:
-        _built[name] = MULTIMODAL_FAMILIES[name].build(0)
+        _built[name] = TARGETS[name].build(0)
     return _built[name]
 
 
@@ -74,11 +115,22 @@ def gemma4_inputs() -> dict:
     return {**text_with_image(tokens, "mm_token_type_ids"), **image}
 
 
+def mllama_inputs() -> dict:
+    processor = transformers.MllamaImageProcessor(size={"height": 32, "width": 32}, max_image_tiles=1)
+    image = processor(images=[noise_image()], return_tensors="pt")
+    image.pop("num_tiles")
+    ids = torch.tensor([[20, 21, IMAGE, *range(22, 31)]])
+    # The tokens before the image do not see it.
+    mask = (torch.arange(ids.shape[1]) >= 2).long()[None, :, None, None]
+    return {"input_ids": ids, "attention_mask": torch.ones_like(ids), "cross_attention_mask": mask, **image}
+
+
 INPUTS = {
     "qwen3_5_vl": qwen_inputs,
     "qwen3_vl": qwen_inputs,
     "gemma3_vl": gemma3_inputs,
     "gemma4_vl": gemma4_inputs,
+    "mllama": mllama_inputs,
 }
 
 
@@ -159,3 +211,19 @@ def types_of(inputs: dict, ids: torch.Tensor) -> dict:
 def with_copied_cache(more: dict) -> dict:
     """Copy the cache, so that two runs can start from the same turn."""
     return {name: copy.deepcopy(cache) for name, cache in more.items()}
+
+
+class TestCrossAttention:
+    def test_a_tap_on_a_cross_attention_layer(self):
+        target, inputs = target_of("mllama"), mllama_inputs()
+        plain = target.generate(**inputs, max_new_tokens=NEW, do_sample=False)
+        draft = oracle_draft(target, plain, fixed(2), taps=(0, 3))
+        assert torch.equal(target.generate(**inputs, max_new_tokens=NEW, do_sample=False, assistant_model=draft), plain)
+        with pytest.raises(UnsupportedTargetError, match="layer 3 .*MllamaCrossAttentionDecoderLayer.*no image"):
+            target.generate(prompt(), max_new_tokens=4, assistant_model=draft)
+
+    def test_attentions_to_the_image_are_recorded_as_in_plain_generate(self):
+        target = MLLAMA.build(0)
+        target.set_attn_implementation("eager")
+        outputs = {"return_dict_in_generate": True, "output_attentions": True, "output_hidden_states": True}
+        assert_same(both(target, mllama_inputs(), PATTERNS["random"], max_new_tokens=NEW, do_sample=False, **outputs))

@@ -1,15 +1,18 @@
-"""Loading a target: the errors for missing or outdated packages, quantized checkpoints, GGUF files."""
+"""Loading a target and its draft: packages that are missing or outdated, quantized checkpoints, GGUF files, devices."""
 
 import json
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
 from quantized_targets import is_installed
 from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
 
-from hf_dflash.draft.errors import MissingPackageError
-from hf_dflash.pair import EXTRAS, load_target
+from hf_dflash import pair as module
+from hf_dflash.draft.errors import MissingPackageError, PairingError, PromptError
+from hf_dflash.pair import EXTRAS, default_device, encode, load_pair, load_target, placement
 from hf_dflash.smollm2 import installed_gguf
 
 #: The `quantization_config` of a checkpoint's config.json, and the package imported to load it.
@@ -77,6 +80,78 @@ def test_a_quantized_checkpoint_keeps_its_quantization(tiny_folders, tmp_path):
     AutoTokenizer.from_pretrained(tiny_folders.target).save_pretrained(tmp_path)
     target, _ = load_target(str(tmp_path))
     assert target.is_loaded_in_4bit
+
+
+# --- devices
+
+
+def found(monkeypatch, *kinds: str) -> None:
+    """Let torch find these kinds of accelerator, and no others."""
+    for name, backend in (("cuda", torch.cuda), ("xpu", torch.xpu), ("mps", torch.backends.mps)):
+        monkeypatch.setattr(backend, "is_available", lambda name=name: name in kinds)
+
+
+@pytest.mark.parametrize(
+    ("kinds", "expected"),
+    [((), "cpu"), (("cuda",), "cuda"), (("xpu",), "xpu"), (("mps",), "mps"), (("mps", "cuda"), "cuda")],
+)
+def test_the_default_device_is_the_accelerator_if_there_is_one(monkeypatch, kinds, expected):
+    found(monkeypatch, *kinds)
+    assert default_device() == expected
+
+
+def test_models_are_loaded_on_the_accelerator_and_the_draft_follows(tiny_folders, monkeypatch):
+    """`meta`, a device that every machine has, stands for an accelerator."""
+    monkeypatch.setattr(module, "available_accelerators", lambda: ["meta"])
+    pair = load_pair(tiny_folders.target, tiny_folders.draft)
+    assert (pair.target.device.type, pair.draft.device.type) == ("meta", "meta")
+    chosen = load_pair(tiny_folders.target, tiny_folders.draft, device_map="cpu")
+    assert (chosen.target.device.type, chosen.draft.device.type) == ("cpu", "cpu")
+
+
+def test_without_an_accelerator_models_are_on_the_cpu_and_have_no_device_map(tiny_folders, monkeypatch):
+    monkeypatch.setattr(module, "available_accelerators", lambda: [])
+    pair = load_pair(tiny_folders.target, tiny_folders.draft)
+    assert (pair.target.device.type, pair.draft.device.type) == ("cpu", "cpu")
+    assert not hasattr(pair.target, "hf_device_map")
+
+
+@pytest.mark.parametrize(
+    ("device_map", "draft", "expected"),
+    [
+        (None, None, "target on cpu"),
+        (None, "cpu", "target and draft on cpu"),
+        ({"": torch.device("cuda:0")}, "cuda:0", "target and draft on cuda:0"),
+        ({"": "xpu"}, None, "target on xpu"),
+        ({"a": 0, "b": 0, "c": "cpu"}, "xpu:0", "target on xpu:0 and cpu, draft on xpu:0"),
+    ],
+)
+def test_where_the_models_are(monkeypatch, device_map, draft, expected):
+    monkeypatch.setattr(module, "available_accelerators", lambda: ["xpu"])
+    target = SimpleNamespace(device=torch.device("cpu"), hf_device_map=device_map)
+    assert placement(target, draft and SimpleNamespace(device=torch.device(draft))) == expected
+
+
+# --- mistakes that are named
+
+
+def test_a_draft_given_as_the_target_is_named(tiny_folders):
+    with pytest.raises(PairingError, match="is a DFlash draft, not a target.*swapped"):
+        load_pair(tiny_folders.draft, tiny_folders.target)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "expected"),
+    [
+        ("ab\udcff", "The prompt: found the byte 0xff at character 3"),
+        ([{"role": "user", "content": "\ud800"}], "The user message: found the lone surrogate U\\+D800"),
+        ([{"role": "system", "content": "\udc80"}, {"role": "user", "content": "a"}], "The system message: found"),
+    ],
+)
+def test_text_that_no_tokenizer_reads_is_named(tiny_folders, prompt, expected):
+    pair = load_pair(tiny_folders.target, tiny_folders.draft, device_map="cpu")
+    with pytest.raises(PromptError, match=expected):
+        encode(pair, prompt)
 
 
 @pytest.mark.slow

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from hf_dflash import DFlashStatistics
-from hf_dflash.decoding.statistics import RoundTrace
+from hf_dflash.decoding.statistics import LOW_ACCEPTANCE_ROUNDS, RoundTrace
 
 
 def test_every_metric_of_four_rounds():
@@ -69,3 +69,22 @@ def test_the_trace_is_appended_to_and_closed_on_error(tmp_path):
     }
     with RoundTrace(None) as silent:
         silent.add(0, 0, torch.tensor([5]), 0, torch.tensor([6]))
+
+
+def test_the_low_acceptance_warning_follows_transformers_verbosity(caplog):
+    from transformers.utils import logging
+
+    def warned(verbosity: int) -> bool:
+        caplog.clear()
+        before = logging.get_verbosity()
+        logging.set_verbosity(verbosity)
+        try:
+            statistics = DFlashStatistics()
+            for _ in range(LOW_ACCEPTANCE_ROUNDS):
+                statistics.add_round(7, 0, 1, 0)
+        finally:
+            logging.set_verbosity(before)
+        return "Almost none of the draft's candidates" in caplog.text
+
+    assert warned(logging.WARNING)
+    assert not warned(logging.ERROR)

@@ -107,3 +107,20 @@ def test_missing_attentions_are_none_and_a_wrong_count_is_refused():
     assert records.attentions == ((None, None), (None, None))
     with pytest.raises(UnsupportedOptionError, match="2 attentions for 3"):
         records.add_block(ModelOutput(attentions=(None, None)), 1, [None, 4, 4])
+
+
+def test_attentions_that_the_implementation_does_not_compute_are_refused_with_what_does():
+    for attentions in ((), None):
+        with pytest.raises(UnsupportedOptionError, match='attn_implementation="eager"'):
+            Records(attentions=()).add_prefill(ModelOutput(attentions=attentions), [None, None])
+
+
+def test_cross_attention_is_recorded_whole():
+    """The second layer attends to 5 image positions: 5 keys in the prompt of 4 and in the block of 3 after it."""
+    records = Records(attentions=())
+    records.add_prefill(ModelOutput(attentions=(torch.rand(1, 1, 4, 4), torch.rand(1, 1, 4, 5))), [None, None])
+    block = (torch.rand(1, 1, 3, 7), torch.rand(1, 1, 3, 5))
+    records.add_block(ModelOutput(attentions=block), 2, [None, None])
+    for position, (own, cross) in enumerate(records.attentions[1:]):
+        assert torch.equal(own, block[0][:, :, position : position + 1, : 5 + position])
+        assert torch.equal(cross, block[1][:, :, position : position + 1])

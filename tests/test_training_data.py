@@ -1,7 +1,10 @@
 """Prompts, regenerated responses and training records: identity, resuming, and error messages for bad input."""
 
+import copy
 import json
+import subprocess
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -11,7 +14,7 @@ from hf_dflash.draft.errors import MissingPackageError, PromptError, TrainingErr
 from hf_dflash.prompts import to_messages
 from hf_dflash.training.prompts import TokenizedPrompt, batches, read_prompts
 from hf_dflash.training.records import RecordDataset, collate, read_records, split
-from hf_dflash.training.regenerate import RegenerationSettings, regenerate
+from hf_dflash.training.regenerate import RegenerationSettings, check_not_in_use, regenerate
 from tests.tiny_training import tiny_target, write_records
 
 
@@ -151,6 +154,100 @@ def test_responses_of_different_settings_are_not_mixed_in_one_file(target, tmp_p
         regenerate(target, Letters(), prompts, tmp_path / "other.jsonl", RegenerationSettings())
 
 
+def test_responses_of_another_target_are_not_mixed_in_one_file(target, tmp_path):
+    """Its dtype, its revision and the values of its weights are part of the settings."""
+    out, prompts, settings = tmp_path / "r.jsonl", some_prompts()[:2], RegenerationSettings(max_new_tokens=4)
+    regenerate(target, Letters(), prompts, out, settings)
+    before = out.read_bytes()
+    others = {
+        r"dtype 'float32' \(now 'bfloat16'\)": copy.deepcopy(target).to(torch.bfloat16),
+        r"revision None \(now 'abc'\)": copy.deepcopy(target),
+        "weights": copy.deepcopy(target),
+    }
+    others[r"revision None \(now 'abc'\)"].config._commit_hash = "abc"
+    others["weights"].lm_head.weight[3, 4] += 1e-3
+    for message, other in others.items():
+        with pytest.raises(TrainingError, match=f"different settings: .*{message}"):
+            regenerate(other, Letters(), some_prompts(), out, settings)
+    assert out.read_bytes() == before
+    regenerate(copy.deepcopy(target), Letters(), prompts, out, settings)
+
+
+def test_a_file_of_an_earlier_version_is_continued(target, tmp_path):
+    """Its settings lack what was not recorded then."""
+    out, prompts, settings = tmp_path / "r.jsonl", some_prompts(), RegenerationSettings(max_new_tokens=4)
+    regenerate(target, Letters(), prompts[:2], out, settings)
+    path = tmp_path / "r.jsonl.settings.json"
+    stored = json.loads(path.read_text())
+    path.write_text(json.dumps({key: stored[key] for key in ("target", "vocab_size", "max_new_tokens", "seed")}))
+    regenerate(target, Letters(), prompts, out, settings)
+    assert len(out.read_text().splitlines()) == len(prompts)
+    for text in ("{broken", "[]"):
+        path.write_text(text)
+        with pytest.raises(TrainingError, match=r"settings\.json"):
+            regenerate(target, Letters(), prompts, out, settings)
+
+
+def test_two_processes_do_not_write_one_file(target, tmp_path):
+    """The second is refused, before and after it has loaded the target; a crash of the first frees the file."""
+    out, settings = tmp_path / "r.jsonl", RegenerationSettings(max_new_tokens=4, batch_size=4)
+    regenerate(target, Letters(), some_prompts()[:2], out, settings)
+    before = out.read_bytes()
+    code = (
+        "import sys\nfrom hf_dflash.training.regenerate import _opened\nfrom pathlib import Path\n"
+        "with _opened(Path(sys.argv[1])):\n    print('writing', flush=True)\n    sys.stdin.read()"
+    )
+    first = subprocess.Popen(
+        [sys.executable, "-c", code, str(out)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        cwd=Path(__file__).parent.parent,
+    )
+    with first:
+        assert first.stdout.readline() == "writing\n"
+        for second in (
+            lambda: check_not_in_use(out),
+            lambda: regenerate(target, Letters(), some_prompts(), out, settings),
+        ):
+            with pytest.raises(TrainingError, match="is being written by another process"):
+                second()
+        assert out.read_bytes() == before
+        first.kill()
+    regenerate(target, Letters(), some_prompts(), out, settings)
+    keys = [json.loads(line)["key"] for line in out.read_text().splitlines()]
+    assert len(keys) == len(set(keys)) == len(some_prompts())
+
+
+def test_a_second_call_in_the_same_process_is_refused_too(target, tmp_path):
+    def again(done, tokens):
+        regenerate(target, Letters(), some_prompts(), tmp_path / "r.jsonl", settings)
+
+    settings = RegenerationSettings(max_new_tokens=4, batch_size=4)
+    with pytest.raises(TrainingError, match="is being written by another process"):
+        regenerate(target, Letters(), some_prompts(), tmp_path / "r.jsonl", settings, on_batch=again)
+
+
+def test_a_file_system_without_locks_is_reported(target, tmp_path, monkeypatch):
+    def no_locks(file):
+        raise OSError(95, "Operation not supported")
+
+    module = sys.modules[regenerate.__module__]
+    monkeypatch.setattr(module, "lock_exclusively", no_locks)
+    warnings = []
+    monkeypatch.setattr(module.logger, "warning", warnings.append)
+    regenerate(target, Letters(), some_prompts()[:1], tmp_path / "r.jsonl", RegenerationSettings(max_new_tokens=2))
+    assert "its file system has no locks" in warnings[0]
+
+
+@pytest.mark.parametrize("place", ["folder", "file/r.jsonl"])
+def test_a_file_that_cannot_be_written_is_named(target, tmp_path, place):
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "file").touch()
+    with pytest.raises(TrainingError, match=f"{place} cannot be written"):
+        regenerate(target, Letters(), some_prompts(), tmp_path / place, RegenerationSettings())
+
+
 def read(path, **changes):
     return read_records(path, **{"block_size": 4, "max_length": 100, "vocab_size": 96, **changes})
 
@@ -187,7 +284,7 @@ def test_a_missing_data_file_is_named(tmp_path):
 
 
 def test_the_split_is_reproducible_and_never_empty():
-    records = [SimpleNamespace(name=n) for n in range(20)]
+    records = [SimpleNamespace(name=n, prompt_ids=(n,)) for n in range(20)]
     train, held_out = split(records, 5, seed=1)
     assert split(records, 5, seed=1) == (train, held_out)
     assert split(records, 5, seed=2) != (train, held_out)

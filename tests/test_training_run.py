@@ -3,6 +3,9 @@
 import json
 import os
 import signal
+import sys
+import time
+from dataclasses import replace
 
 import pytest
 import torch
@@ -10,14 +13,17 @@ import typer
 from safetensors.torch import load_file
 from transformers import TrainerCallback
 
+import hf_dflash.training.run as run_module
 import hf_dflash.training.trainer as trainer_module
-from hf_dflash.draft.errors import CheckpointError, TrainingError
+from hf_dflash.draft.errors import CheckpointError, TrainingError, UnsupportedTargetError
 from hf_dflash.draft.layouts import to_canonical
 from hf_dflash.draft.loading import load_draft
 from hf_dflash.draft.modeling_dflash import DFlashDraftModel
+from hf_dflash.target.target import Target
 from hf_dflash.training import TrainingSettings, save_draft, train
+from hf_dflash.training.folder import last_complete_checkpoint
 from hf_dflash.training.published import speculators_config, zlab_config
-from hf_dflash.training.trainer import last_complete_checkpoint
+from hf_dflash.training.setup_draft import make_config
 from tests.tiny_drafts import tiny_config
 from tests.tiny_training import tiny_settings, tiny_target, write_records
 
@@ -106,21 +112,96 @@ def interrupt_at(step):
     return Interrupted
 
 
-def test_the_ctrl_c_handler_is_restored(target, tmp_path):
+@pytest.mark.parametrize("failure", [None, RuntimeError, OSError, KeyboardInterrupt])
+def test_the_ctrl_c_handler_is_restored_however_training_ends(target, tmp_path, failure):
     write_records(tmp_path / "data.jsonl")
     before = signal.getsignal(signal.SIGINT)
-    run(tiny_settings(tmp_path, max_steps=1), target)
+
+    class Failing(trainer_module.CompleteCheckpoints):
+        def on_step_end(self, args, state, control, **kwargs):
+            assert signal.getsignal(signal.SIGINT) is not before
+            if failure is not None:
+                raise failure("CUDA out of memory")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(trainer_module, "CompleteCheckpoints", Failing)
+        if failure is None:
+            run(tiny_settings(tmp_path, max_steps=1), target)
+        else:
+            with pytest.raises((failure, TrainingError), match="CUDA out of memory"):
+                run(tiny_settings(tmp_path), target)
     assert signal.getsignal(signal.SIGINT) is before
+    with pytest.raises(KeyboardInterrupt):
+        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(1)
 
 
-def test_half_written_checkpoints_are_not_resumed_from(tmp_path):
-    for step, complete in ((2, True), (4, False)):
-        (tmp_path / f"checkpoint-{step}").mkdir()
-        if complete:
-            (tmp_path / f"checkpoint-{step}" / "complete").touch()
-    assert last_complete_checkpoint(tmp_path) == tmp_path / "checkpoint-2"
-    assert not (tmp_path / "checkpoint-4").exists()
-    assert last_complete_checkpoint(tmp_path / "nowhere") is None
+def test_a_run_without_matplotlib_has_all_but_the_picture(target, tmp_path, monkeypatch):
+    write_records(tmp_path / "data.jsonl")
+    for name in ("matplotlib", "matplotlib.figure", "matplotlib.backends.backend_agg"):
+        monkeypatch.setitem(sys.modules, name, None)
+    out = tmp_path / "run"
+    for resume in (False, True):
+        result, messages = run(tiny_settings(tmp_path), target, resume=resume)
+        assert result.draft_folder == out / "draft" and load_draft(out / "draft").config.block_size == 4
+        assert json.loads((out / "report.json").read_text())["steps"] == result.steps == 4
+        assert torch.equal(weights(out / "checkpoint-4")["fc.weight"].bfloat16(), weights(out / "draft")["fc.weight"])
+        assert "No training.png was drawn" in messages[-1] and "pip install matplotlib" in messages[-1]
+    monkeypatch.undo()
+    run(tiny_settings(tmp_path), target, resume=True)
+    assert (out / "training.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize("step", ["measure_acceptance", "_real_tau", "plot_run"])
+def test_the_draft_is_saved_before_anything_that_can_fail_after_training(target, tmp_path, monkeypatch, step):
+    write_records(tmp_path / "data.jsonl")
+
+    def fail(*args, **kwargs):
+        raise RuntimeError("out of memory")
+
+    monkeypatch.setattr(run_module, step, fail)
+    try:
+        run(tiny_settings(tmp_path, max_steps=1), target)
+    except RuntimeError:
+        assert step != "plot_run"
+    assert load_draft(tmp_path / "run" / "draft").config.block_size == 4
+
+
+def test_a_target_that_generate_refuses_still_gets_its_report(target, tmp_path, monkeypatch):
+    write_records(tmp_path / "data.jsonl")
+
+    def refuse(*args, **kwargs):
+        raise UnsupportedTargetError("its layers cannot be rolled back")
+
+    monkeypatch.setattr(run_module, "_real_tau", refuse)
+    result, messages = run(tiny_settings(tmp_path, max_steps=1), target)
+    assert result.real_tau is None and result.held_out.tau >= 1
+    assert any("was not measured: its layers cannot be rolled back" in line for line in messages)
+    assert json.loads((tmp_path / "run" / "report.json").read_text())["held_out_tau"] >= 1
+
+
+def test_what_a_layout_cannot_express_is_refused_before_training(target, tmp_path):
+    """The draft to start from has causal full attention, for which speculators has no key."""
+    write_records(tmp_path / "data.jsonl")
+    draft = make_config(Target(target), tiny_settings(tmp_path), 95)
+    draft.layer_causal = [True]
+    save_draft(DFlashDraftModel(draft), tmp_path / "causal")
+    with pytest.raises(TrainingError, match="no key for causal full-attention"):
+        run(tiny_settings(tmp_path, warm_start=str(tmp_path / "causal"), layout="speculators"), target)
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_tokenizer_that_does_not_load_is_not_taken_for_none(target, tmp_path):
+    """A folder without a tokenizer is fine: training runs on token ids."""
+    write_records(tmp_path / "data.jsonl")
+    target.save_pretrained(tmp_path / "target")
+    settings = tiny_settings(tmp_path, target=str(tmp_path / "target"), max_steps=1, final_prompts=0)
+    assert train(settings, log=lambda line: None).steps == 1
+    (tmp_path / "target" / "tokenizer.json").write_text("{broken")
+    (tmp_path / "target" / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}')
+    with pytest.raises(TrainingError, match="the tokenizer of .* cannot be loaded"):
+        train(replace(settings, out=str(tmp_path / "second")), log=lambda line: None)
+    assert not (tmp_path / "second").exists()
 
 
 def test_a_wrong_folder_is_rejected_before_anything_is_written(finished, target, tmp_path):
@@ -166,16 +247,17 @@ def test_a_warm_start_continues_from_the_draft(finished, target, tmp_path):
 
 
 def test_training_learns(target, tmp_path):
-    """Trained on one repeated text, the draft learns it; chance would accept 1 of 96 candidates."""
-    ids = [2 + n % 7 for n in range(30)]
-    line = json.dumps({"prompt_ids": ids[:5], "response_ids": ids[5:]}) + "\n"
-    (tmp_path / "data.jsonl").write_text(line * 8)
+    """Trained on one periodic text, the draft learns it; chance would accept 1 of 96 candidates."""
+    ids = [2 + n % 7 for n in range(50)]
+    starts = range(5, 25)  # different prompts, since a held-out prompt is never trained on
+    lines = [json.dumps({"prompt_ids": ids[:at], "response_ids": ids[at : at + 25]}) for at in starts]
+    (tmp_path / "data.jsonl").write_text("\n".join(lines))
     settings = tiny_settings(
         tmp_path,
-        max_steps=60,
+        max_steps=150,
         learning_rate=5e-3,
-        evaluate_every=60,
-        save_every=60,
+        evaluate_every=150,
+        save_every=150,
         anchors=8,
         final_prompts=0,
         held_out=1,
@@ -284,6 +366,39 @@ def test_saving_is_atomic(tmp_path, monkeypatch):
     assert (tmp_path / "d" / "note.txt").read_text() == "third"
     with pytest.raises(CheckpointError):
         load_draft(tmp_path / "nothing")
+
+
+def test_saving_replaces_nothing_of_others(tmp_path):
+    """Neither what is in the folder nor its neighbors with names like temporary ones."""
+    draft = DFlashDraftModel(tiny_config())
+    kept = {"d/thesis.tex": "years of work", "d/data/a.csv": "1,2", "d.old/backup.tex": "b", "d.part/backup.tex": "c"}
+    for name, text in kept.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    with pytest.raises(TrainingError, match=r"did not verifiably write \(.*thesis.tex"):
+        save_draft(draft, tmp_path / "d")
+    save_draft(draft, tmp_path / "e", "zlab")
+    (tmp_path / "e" / "config.json").write_text("{}")
+    with pytest.raises(TrainingError, match="config.json"):
+        save_draft(draft, tmp_path / "e", "zlab")
+    with pytest.raises(TrainingError, match="plain name"):
+        save_draft(draft, tmp_path / "f", extra={"../d/thesis.tex": "gone"})
+    with pytest.raises(TrainingError, match="layout must be one of canonical, zlab, speculators; found 'z-lab'"):
+        save_draft(draft, tmp_path / "f", "z-lab")
+    (tmp_path / "g").write_text("a file")
+    with pytest.raises(TrainingError, match="did not verifiably write"):
+        save_draft(draft, tmp_path / "g")
+    assert {name: (tmp_path / name).read_text() for name in kept} == kept
+    assert {path.name for path in tmp_path.iterdir()} == {"d", "d.old", "d.part", "e", "g"}
+
+
+def test_saving_through_a_link_keeps_the_link(tmp_path):
+    (tmp_path / "disk").mkdir()
+    (tmp_path / "d").symlink_to(tmp_path / "disk", target_is_directory=True)
+    for _ in range(2):
+        save_draft(DFlashDraftModel(tiny_config()), tmp_path / "d")
+    assert (tmp_path / "d").is_symlink() and load_draft(tmp_path / "disk").config.block_size == 8
+    assert {path.name for path in tmp_path.iterdir()} == {"d", "disk"}
 
 
 def test_callbacks_are_transformers_own():

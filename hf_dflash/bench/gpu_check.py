@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
+from hf_dflash.bench.machine import free_memory, synchronize
 from hf_dflash.decoding.statistics import DFlashStatistics
 from hf_dflash.draft.configuration_dflash import DFlashConfig
 from hf_dflash.draft.errors import UnsupportedOptionError
@@ -99,8 +100,7 @@ def _cells(plan: Check, end: float, log: Callable[[str], None]) -> Iterator[dict
                 plain = plain or plain_seconds(target, ids)
                 yield _cell(target, draft, ids, block_size, plain) | {"shape": shape}
         del target, draft
-        if plan.device.startswith("cuda"):
-            torch.cuda.empty_cache()
+        free_memory()
 
 
 def _cell(
@@ -138,19 +138,14 @@ def plain_seconds(target: PreTrainedModel, ids: torch.LongTensor) -> float:
     def timed(tokens: int) -> float:
         times = []
         for _ in range(REPEATS):
-            _synchronize(target)
+            synchronize(target.device)
             start = time.perf_counter()
             target.generate(ids, max_new_tokens=tokens, do_sample=False)
-            _synchronize(target)
+            synchronize(target.device)
             times.append(time.perf_counter() - start)
         return min(times)
 
     return (timed(TOKENS) - timed(1)) / (TOKENS - 1)
-
-
-def _synchronize(target: PreTrainedModel) -> None:
-    if target.device.type == "cuda":
-        torch.cuda.synchronize()
 
 
 def random_pair(

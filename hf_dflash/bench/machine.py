@@ -1,5 +1,6 @@
 """The conditions of a measurement: machine, versions and commit."""
 
+import gc
 import os
 import platform
 import subprocess
@@ -11,6 +12,7 @@ from typing import Any
 
 import torch
 
+from hf_dflash.pair import available_accelerators
 from hf_dflash.version import __version__
 
 PACKAGES = ("torch", "transformers", "accelerate", "dflash", "bitsandbytes", "gptqmodel")
@@ -29,7 +31,7 @@ def conditions() -> dict[str, Any]:
         "processor": processor(),
         "cores": os.cpu_count(),
         "threads": torch.get_num_threads(),
-        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
+        "gpu": next(map(accelerator_name, available_accelerators()), None),
     }
 
 
@@ -38,6 +40,12 @@ def _version(name: str) -> str | None:
         return version(name)
     except PackageNotFoundError:
         return None
+
+
+def accelerator_name(kind: str) -> str:
+    """Return the name of the accelerator of a kind ("cuda", "xpu", "mps"); the kind if torch knows no name."""
+    module = torch.get_device_module(kind)
+    return module.get_device_name() if hasattr(module, "get_device_name") else kind
 
 
 def processor() -> str:
@@ -63,3 +71,15 @@ def commit() -> str | None:
 
     head = git("rev-parse", "--short=12", "HEAD")
     return head + ("+" if git("status", "--porcelain", "--untracked-files=no") else "") if head else None
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait until the device has finished, so that a time is the work's and not only that of its launch."""
+    torch.get_device_module(device).synchronize()
+
+
+def free_memory() -> None:
+    """Give back the memory of objects that nothing refers to any more."""
+    gc.collect()
+    for accelerator in available_accelerators():
+        torch.get_device_module(accelerator).empty_cache()

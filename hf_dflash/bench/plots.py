@@ -22,8 +22,10 @@ def draw_all(rows: list[Row], folder: Path) -> list[Path]:
     except ImportError as error:
         raise MissingPackageError('Plots need matplotlib: pip install "hf-dflash[bench]".') from error
     matplotlib.use("Agg")
+    written = []
+    if any(row.method != "plain" for row in rows):
+        written.append(_draw(folder / "speed_up.png", rows, _speed_up))
     own = [row for row in rows if row.acceptance_by_position]
-    written = [_draw(folder / "speed_up.png", rows, _speed_up)]
     if own:
         written.append(_draw(folder / "acceptance.png", own, _acceptance))
         written.append(_draw(folder / "round.png", own, _round))

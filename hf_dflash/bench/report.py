@@ -2,14 +2,23 @@
 
 import csv
 import json
-import math
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
 from hf_dflash.bench.runner import Run
 from hf_dflash.bench.summary import Row, summarize
-from hf_dflash.files import atomic_write
+from hf_dflash.draft.errors import UnsupportedOptionError
+from hf_dflash.files import atomic_write, dump_json
+
+RESULT_FILES = ("results.json", "results.csv", "table.md", "speed_up.png", "acceptance.png", "round.png")
+GPU_CHECK_FILES = ("gpu-check.json", "gpu-check.md")
+#: File -> fields by which it is recognized.
+_FIELDS = {
+    "results.json": {"conditions", "settings", "left_out", "runs"},
+    "results.csv": {"target", "draft", "prompt_set", "method"},
+    "gpu-check.json": {"conditions", "rows"},
+}
 
 
 @dataclass
@@ -19,7 +28,7 @@ class Results:
     Attributes:
         conditions: machine, versions, commit.
         settings: dtype, tokens per prompt, repeats and so on.
-        left_out: methods or pairs that did not run, with the reason.
+        left_out: methods or pairs that could not run or failed, with the reason.
         runs: all runs.
     """
 
@@ -30,10 +39,10 @@ class Results:
 
     def write_json(self, path: Path) -> None:
         """Write everything atomically, one line per run; NaN and infinity become null."""
-        values = without_nan(asdict(self))
+        values = asdict(self)
         runs = values.pop("runs")
-        head = json.dumps(values, indent=1, ensure_ascii=False).removesuffix("\n}")
-        lines = ",\n".join(f"  {json.dumps(run, ensure_ascii=False)}" for run in runs)
+        head = dump_json(values, indent=1, ensure_ascii=False).removesuffix("\n}")
+        lines = ",\n".join(f"  {dump_json(run, ensure_ascii=False)}" for run in runs)
         atomic_write(path, f'{head},\n "runs": [\n{lines}\n ]\n}}\n')
 
     @classmethod
@@ -46,15 +55,34 @@ class Results:
         return summarize(self.runs)
 
 
-def without_nan(value: Any) -> Any:
-    """Replace NaN and infinity, which JSON does not have, by None."""
-    if isinstance(value, float) and not math.isfinite(value):
+def check_folder(folder: Path, names: tuple[str, ...]) -> None:
+    """Check that files about to be replaced were written by an earlier benchmark.
+
+    Args:
+        folder: for the results.
+        names: `RESULT_FILES` or `GPU_CHECK_FILES`.
+
+    Raises:
+        UnsupportedOptionError: the folder has such files, but nothing in them shows that `hf-dflash bench` wrote them.
+    """
+    present = [name for name in names if (folder / name).exists()]
+    signs = [_is_ours(folder / name) for name in present]
+    if present and (False in signs or True not in signs):
+        raise UnsupportedOptionError(
+            f"{folder} has {', '.join(present)}, which `hf-dflash bench` did not write. Choose another --out."
+        )
+
+
+def _is_ours(path: Path) -> bool | None:
+    """Whether a file's fields are those that a benchmark writes; None for a file without fields."""
+    if path.name not in _FIELDS:
         return None
-    if isinstance(value, dict):
-        return {key: without_nan(each) for key, each in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [without_nan(each) for each in value]
-    return value
+    try:
+        text = path.read_text(encoding="utf-8")
+        found = json.loads(text).keys() if path.suffix == ".json" else set(text.partition("\n")[0].strip().split(","))
+    except (OSError, ValueError, AttributeError):
+        return False
+    return _FIELDS[path.name] <= found
 
 
 def write_csv(rows: list[Row], path: Path) -> None:
@@ -64,7 +92,7 @@ def write_csv(rows: list[Row], path: Path) -> None:
         writer.writerow([each.name for each in fields(Row)])
         for row in rows:
             values = asdict(row).values()
-            writer.writerow([json.dumps(value) if isinstance(value, (list, dict)) else value for value in values])
+            writer.writerow([dump_json(value) if isinstance(value, (list, dict)) else value for value in values])
 
 
 def markdown_table(rows: list[Row]) -> str:
@@ -103,7 +131,10 @@ def _agreement(row: Row) -> str:
 def conditions_line(results: Results) -> str:
     """Describe hardware, settings and versions in one sentence."""
     conditions, packages = results.conditions, results.conditions["packages"]
-    hardware = conditions["gpu"] or f"{conditions['processor']}, {conditions['threads']} threads"
+    processor = f"{conditions['processor']}, {conditions['threads']} threads"
+    # Results of earlier versions do not name the device.
+    device = results.settings.get("device") or ("cuda" if conditions["gpu"] else "cpu")
+    hardware = processor if device == "cpu" else conditions["gpu"] or device
     versions = ", ".join(f"{name} {number}" for name, number in packages.items() if name in ("torch", "transformers"))
     settings = results.settings
     return (

@@ -9,14 +9,18 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from transformers import BatchEncoding
 
-from hf_dflash.bench.methods import Method, MethodUnavailable, make_method
+from hf_dflash.bench.machine import free_memory, synchronize
+from hf_dflash.bench.methods import Method, MethodUnavailable, check_names, make_method
+from hf_dflash.bench.terms import equal_terms
 from hf_dflash.decoding.comparison import Comparison, compare_texts
 from hf_dflash.decoding.statistics import DFlashStatistics
+from hf_dflash.draft.errors import PairingError
 from hf_dflash.pair import Pair, encode, sampling_arguments
 from hf_dflash.prompts import Prompt
 
@@ -76,6 +80,9 @@ class Plan:
         repeats: number of times everything is run.
         seed: set before every run, so that sampled texts can be compared.
         raw: use the prompts without the chat template.
+
+    Raises:
+        UnsupportedOptionError: an unknown method.
     """
 
     methods: list[str]
@@ -85,6 +92,9 @@ class Plan:
     repeats: int = 1
     seed: int = 0
     raw: bool = False
+
+    def __post_init__(self) -> None:
+        check_names(self.methods)
 
     def names(self) -> list[str]:
         return ["plain", *(name for name in self.methods if name != "plain")]
@@ -106,7 +116,11 @@ def methods_of(plan: Plan, pair: Pair) -> tuple[list[Method], dict[str, str]]:
 
 
 def run_pair(
-    pair: Pair, plan: Plan, methods: list[Method], advance: Callable[[str], None] = lambda text: None
+    pair: Pair,
+    plan: Plan,
+    methods: list[Method],
+    advance: Callable[[str], None] = lambda text: None,
+    left_out: dict[str, str] | None = None,
 ) -> Iterator[list[Run]]:
     """Run a plan with one pair.
 
@@ -115,30 +129,51 @@ def run_pair(
         plan: what to run.
         methods: the methods that can run here, `plain` first.
         advance: called with a description after each run.
+        left_out: receives the reason for each method that fails; it is not run again, and its earlier runs are for the
+            caller to remove. None: the first failure is raised. Without `plain` or with a pair that does not match
+            there is nothing to measure, so those failures are always raised.
 
     Yields:
         the runs of one prompt, one per method, once all are done, so that an interrupted benchmark has whole prompts.
     """
-    _warm_up(pair, plan, methods)
+    _warm_up(pair, plan, methods, left_out)
     for repeat in range(plan.repeats):
         for temperature in plan.temperatures:
             for number, prompt in enumerate(plan.prompts):
+                methods = [method for method in methods if method.name not in (left_out or {})]
                 # Rotate the order with each prompt, so that no method always runs after the same other one.
                 first = (number + repeat) % len(methods)
                 order = methods[first:] + methods[:first]
-                yield _run_prompt(pair, plan, order, prompt, temperature, repeat, advance)
+                yield _run_prompt(pair, plan, order, prompt, temperature, repeat, advance, left_out)
+
+
+def _attempt(method: Method, where: str, left_out: dict[str, str] | None, step: Callable[[], Any]) -> Any:
+    """Return what a step of a method returns; None if it fails, with the reason in `left_out`, see `run_pair`."""
+    try:
+        return step()
+    except PairingError:
+        raise
+    except Exception as error:  # a method may fail in any way, and the others are to run on
+        if left_out is None or method.name == "plain":
+            raise
+        left_out[method.name] = f"failed {where}: {type(error).__name__}: {' '.join(str(error).split())}"
+    # Only here is the exception gone, and with it the tensors in its frames.
+    free_memory()
+    return None
 
 
 def _inputs(pair: Pair, plan: Plan, prompt: Prompt) -> BatchEncoding:
     return encode(pair, prompt.text if plan.raw else prompt.messages)
 
 
-def _warm_up(pair: Pair, plan: Plan, methods: list[Method]) -> None:
+def _warm_up(pair: Pair, plan: Plan, methods: list[Method], left_out: dict[str, str] | None) -> None:
     """Run each method once, briefly, because the first call is slower than later ones."""
     inputs = _inputs(pair, plan, plan.prompts[0])
     for method in methods:
         for temperature in plan.temperatures:
-            method.decode(inputs, {"max_new_tokens": WARM_UP_TOKENS, **sampling_arguments(temperature)})
+            arguments = {"max_new_tokens": WARM_UP_TOKENS, **sampling_arguments(temperature)}
+            if _attempt(method, "in its warm-up", left_out, partial(method.decode, inputs, arguments)) is None:
+                break
 
 
 def _run_prompt(
@@ -149,14 +184,20 @@ def _run_prompt(
     temperature: float,
     repeat: int,
     advance: Callable[[str], None],
+    left_out: dict[str, str] | None,
 ) -> list[Run]:
     """Run each method once on one prompt, then compare the texts with plain generate's."""
     inputs = _inputs(pair, plan, prompt)
     arguments = {"max_new_tokens": plan.max_new_tokens, **sampling_arguments(temperature)}
+    where = f"on the prompt {prompt.name} at T = {temperature:g}"
     texts: dict[str, torch.Tensor] = {}
     runs: dict[str, Run] = {}
     for method in methods:
-        texts[method.name], measured = _measure(pair, method, inputs, arguments, plan.seed)
+        measured = _attempt(method, where, left_out, partial(_measure, pair, method, inputs, arguments, plan.seed))
+        advance(f"{prompt.name} {method.name}")
+        if measured is None:
+            continue
+        texts[method.name], values = measured
         runs[method.name] = Run(
             target=pair.target_name,
             draft=pair.draft_name,
@@ -165,14 +206,24 @@ def _run_prompt(
             prompt=prompt.name,
             temperature=temperature,
             repeat=repeat,
-            **measured,
+            **values,
         )
-        advance(f"{prompt.name} {method.name}")
     for method in methods:
-        if method.name != "plain" and (method.same_seed or temperature == 0):
-            result = compare_texts(pair.target, inputs, texts["plain"], texts[method.name], seed=plan.seed, **arguments)
+        if method.name in runs and method.name != "plain" and (method.same_seed or temperature == 0):
+            compared = partial(_compare, pair, inputs, texts["plain"], texts[method.name], plan.seed, arguments)
+            result = _attempt(method, f"{where}, in the comparison with plain", left_out, compared)
+            if result is None:
+                del runs[method.name]
+                continue
             runs[method.name].same, runs[method.name].comparison = result.same, _difference(result)
     return list(runs.values())
+
+
+def _compare(
+    pair: Pair, inputs: BatchEncoding, plain: torch.Tensor, other: torch.Tensor, seed: int, arguments: dict[str, Any]
+) -> Comparison:
+    with equal_terms(pair.target):
+        return compare_texts(pair.target, inputs, plain, other, seed=seed, **arguments)
 
 
 def _difference(comparison: Comparison) -> dict[str, Any] | None:
@@ -183,22 +234,23 @@ def _measure(
     pair: Pair, method: Method, inputs: BatchEncoding, arguments: dict[str, Any], seed: int
 ) -> tuple[torch.Tensor, dict[str, Any]]:
     """Decode once and return the `(length,)` ids on the CPU and the measured fields of a `Run`."""
-    on_gpu = pair.target.device.type == "cuda"
-    if on_gpu:
-        torch.cuda.synchronize()
-        torch.cuda.reset_peak_memory_stats()
+    device = pair.target.device
+    accelerator = None if device.type == "cpu" else torch.get_device_module(device)
+    counts_memory = hasattr(accelerator, "reset_peak_memory_stats")
+    if counts_memory:
+        accelerator.reset_peak_memory_stats()
     torch.manual_seed(seed)
     with _counting(pair.target) as count:
+        synchronize(device)
         start = time.perf_counter()
         ids, statistics = method.decode(inputs, dict(arguments))
-        if on_gpu:
-            torch.cuda.synchronize()
+        synchronize(device)
         seconds = time.perf_counter() - start
     return ids[0].cpu(), {
         "new_tokens": ids.shape[1] - inputs["input_ids"].shape[1],
         "seconds": seconds,
         "forwards": count["forwards"],
-        "peak_memory": torch.cuda.max_memory_allocated() if on_gpu else None,
+        "peak_memory": accelerator.max_memory_allocated() if counts_memory else None,
         "statistics": _summary(statistics) if statistics else None,
     }
 

@@ -2,7 +2,11 @@
 proposal of a block.
 """
 
+import copy
 import weakref
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
 
 import torch
 from transformers import Cache
@@ -74,9 +78,29 @@ class DraftContext:
             self._pending = [self.take()[:, : max(0, end - self.fused_end)]]
         return True
 
+    def move_to(self, device: torch.device) -> None:
+        """Move the pending taps to the draft's device, which may have changed since the last turn. The cache casts and
+        moves its entries by itself.
+        """
+        self._pending = [taps.to(device) for taps in self._pending]
+
     def num_bytes(self) -> int:
         """Memory of the cache and the pending taps, in bytes."""
         return self.cache.num_bytes() + sum(taps.numel() * taps.element_size() for taps in self._pending)
+
+
+class _Contexts(list[DraftContext]):
+    """The draft contexts stored on a target's cache, one per draft. A deep copy of the cache copies them.
+
+    A pickle has none, since it cannot refer to a draft of another process: the next call with a draft starts a new
+    context. It holds a plain list, so that it can be read without hf_dflash.
+    """
+
+    def __reduce_ex__(self, protocol: Any) -> tuple:
+        return list, ()
+
+    def __deepcopy__(self, memo: dict) -> "_Contexts":
+        return _Contexts(copy.deepcopy(context, memo) for context in self)
 
 
 def draft_context(
@@ -96,15 +120,38 @@ def draft_context(
             context's own count is used.
         max_length: maximum length of the call in tokens.
     """
-    contexts: list[DraftContext] = target_cache.__dict__.setdefault("_dflash_contexts", [])
+    contexts = target_cache.__dict__.get("_dflash_contexts")
+    if not isinstance(contexts, _Contexts):
+        contexts = target_cache.__dict__["_dflash_contexts"] = _Contexts()
     if num_cached is None:
         num_cached = max((context.end for context in contexts), default=0)
     for context in contexts:
         if context.covers(draft, num_cached) and context.crop_to(num_cached):
+            context.move_to(draft.device)
             return context
     contexts[:] = [context for context in contexts if context._draft() not in (None, draft)]
     contexts.append(DraftContext(draft, num_cached, max_length))
     return contexts[-1]
+
+
+def move_contexts(old: Cache, new: Cache) -> None:
+    """Move the drafts' contexts from a target's cache to the one on which the target continues."""
+    if "_dflash_contexts" in old.__dict__:
+        new.__dict__["_dflash_contexts"] = old.__dict__.pop("_dflash_contexts")
+
+
+@contextmanager
+def without_autocast(*devices: torch.device) -> Iterator[None]:
+    """Turn autocast off on the types of these devices.
+
+    A draft runs in its own dtype: its activations overflow in float16. `torch.autocast` around `generate` is meant for
+    the target.
+    """
+    with ExitStack() as stack:
+        for kind in sorted({device.type for device in devices} - {"meta"}):
+            if torch.is_autocast_enabled(kind):
+                stack.enter_context(torch.autocast(kind, enabled=False))
+        yield
 
 
 class DFlashCandidateGenerator(CandidateGenerator):
@@ -144,20 +191,24 @@ class DFlashCandidateGenerator(CandidateGenerator):
             committed tokens 0..9, so the anchor is token 9 and the context covers 0..8. With block_size 4 the block
             is at positions 9, 10, 11, 12; the outputs at 10, 11, 12 are the candidates for tokens 10, 11, 12.
         """
-        draft, context = self._draft, self.context
+        draft, context, head = self._draft, self.context, self._target.head
         block = anchor_ids.new_full((anchor_ids.shape[0], block_size), draft.config.mask_token_id)
         block[:, 0] = anchor_ids
         start = context.fused_end
         taps = context.take()
         positions = torch.arange(start, start + taps.shape[1] + block_size, device=taps.device)
-        output = draft(
-            noise_embeds=draft.embed(block, self._target.embed).to(taps.device),
-            context_hidden_states=taps,
-            position_ids=positions.expand(anchor_ids.shape[0], -1),
-            cache=context.cache,
-        )
-        context.cache.crop(-block_size)
-        candidates = draft.propose(output.last_hidden_state[:, 1:], anchor_ids.to(taps.device), self._target.head)
+        # The head may be on the CPU although the target is not (offloading).
+        with without_autocast(draft.device, anchor_ids.device, self._target.model.device, torch.device("cpu")):
+            output = draft(
+                noise_embeds=draft.embed(block, self._target.embed).to(taps.device),
+                context_hidden_states=taps,
+                position_ids=positions.expand(anchor_ids.shape[0], -1),
+                cache=context.cache,
+            )
+            context.cache.crop(-block_size)
+            candidates = draft.propose(output.last_hidden_state[:, 1:], anchor_ids.to(taps.device), head)
+        # A draft with a head of its own may know ids that a target whose vocabulary was cut cannot embed.
+        candidates = candidates.clamp(max=self._target.num_embeddings - 1)
         return self._agree(candidates.to(anchor_ids.device))
 
     def get_candidates(self, input_ids: torch.LongTensor, **kwargs) -> tuple[torch.LongTensor, None]:

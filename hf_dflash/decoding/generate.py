@@ -17,14 +17,16 @@ from transformers.generation.streamers import BaseStreamer
 from hf_dflash.decoding.drafting import DFlashCandidateGenerator, draft_context
 from hf_dflash.decoding.loop import decode
 from hf_dflash.decoding.options import refuse_options, resolve_block_size
-from hf_dflash.decoding.rows import padding_before, prompt_length, refuse_stops_without_eos, row_kwargs, row_processors
+from hf_dflash.decoding.rows import padding_before, prompt_length, refuse_batch, row_kwargs, row_processors
 from hf_dflash.decoding.statistics import DFlashOutput, DFlashStatistics, RoundTrace
 from hf_dflash.decoding.text import Continuation
 from hf_dflash.draft.errors import DraftDtypeError, UnsupportedOptionError
 from hf_dflash.draft.loading import check_pairing
 from hf_dflash.draft.modeling_dflash import FP16_REASON, DFlashDraftModel
 from hf_dflash.target.cache import CACHE_KEYWORD, TargetCache, tokens_in
+from hf_dflash.target.probe import check_block_reading
 from hf_dflash.target.processes import Agreement, Lockstep, agreement_for
+from hf_dflash.target.rope import length_dependent_rope
 from hf_dflash.target.target import Target
 
 
@@ -70,15 +72,16 @@ class DFlashGenerate:
             UnsupportedOptionError: an option cannot be honored; raised before the first forward.
             PairingError: draft and target do not match; raised before the first forward.
             DraftDtypeError: a weight of the draft is float16; raised before the first forward.
-            UnsupportedTargetError: a layer of the target cannot be tapped or rolled back; raised before the first
+            UnsupportedTargetError: part of the target cannot be tapped, used or rolled back; raised before the first
                 token.
         """
         stats, trace = stats or self.stats, trace or self.trace
         statistics = DFlashStatistics(synchronize=stats is not None or trace is not None)
+        num_rows, target_class = input_ids.shape[0], type(model).__name__
         try:
-            refuse_options(generation_config, model_kwargs, input_ids.shape[0], self.streamer, self.synced)
-            refuse_stops_without_eos(stopping_criteria, input_ids.shape[0])
-            target = Target(model)
+            refuse_options(generation_config, model_kwargs, num_rows, self.streamer, self.synced, target_class)
+            target, rope = Target(model), length_dependent_rope(model)
+            refuse_batch(num_rows, generation_config, model_kwargs, logits_processor, stopping_criteria, rope)
             call = _Call(
                 draft=self.draft,
                 target=target,
@@ -90,11 +93,13 @@ class DFlashGenerate:
                 agree=agreement_for(model),
             )
             check_pairing(self.draft, target)
+            config = self.draft.config
+            target.refuse_other_widths(embedding=not config.own_embeddings, head=not config.draft_vocab_size)
             _refuse_unusable_weights(self.draft)
             with statistics.whole(), _eval_mode(self.draft), RoundTrace(trace) as rounds:
                 rows = [
                     call.decode_row(row, input_ids, logits_processor, stopping_criteria, model_kwargs, rounds)
-                    for row in range(input_ids.shape[0])
+                    for row in range(num_rows)
                 ]
                 call.lockstep.run_until_all_finish()
         finally:
@@ -177,10 +182,9 @@ class _Call:
         padding = padding_before(model_kwargs.get("attention_mask"), num_cached or 0)
         context = draft_context(self.draft, cache, None if num_cached is None else num_cached - padding, max_length)
         generator = DFlashCandidateGenerator(self.draft, self.target, context, self.agree)
-        with (
-            TargetCache(cache, self.target.model, max_length=max_length, block_size=self.block_size) as target_cache,
-            self.target.taps(self.draft.config.target_layer_ids) as taps,
-        ):
+        target_cache = TargetCache(cache, self.target.model, max_length=max_length, block_size=self.block_size)
+        check_block_reading(self.target, model_kwargs, input_ids.device, max_length)
+        with target_cache, self.target.taps(self.draft.config.target_layer_ids) as taps:
             decode(
                 self.target,
                 generator,
@@ -195,7 +199,7 @@ class _Call:
                 trace=trace,
                 row=row,
             )
-        return _Row(text, cache)
+        return _Row(text, target_cache.cache)
 
     def join(self, rows: list[_Row]) -> DFlashOutput | torch.LongTensor:
         """Join the rows as plain generate returns them: right-padded to the longest row."""

@@ -20,9 +20,10 @@ from typing import IO, Any
 
 import torch
 from transformers.generation.utils import GenerateDecoderOnlyOutput
-from transformers.utils import logging
 
-logger = logging.get_logger(__name__)
+from hf_dflash.logs import get_logger
+
+logger = get_logger(__name__)
 
 PHASES = ("prefill", "propose", "verify", "accept", "commit")
 

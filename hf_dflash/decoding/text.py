@@ -5,7 +5,7 @@ processors, the choice (argmax or one multinomial draw), stopping criteria, stre
 states and attentions. It receives a block's logits and candidates and returns how many tokens it committed.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import nn
@@ -27,6 +27,7 @@ class Records:
     logits: tuple | None = None
     hidden_states: tuple | None = None
     attentions: tuple | None = None
+    _prompt_keys: list[int | None] = field(default_factory=list, repr=False)
 
     @classmethod
     def from_config(cls, config: GenerationConfig) -> "Records":
@@ -44,12 +45,19 @@ class Records:
         """Whether scores or logits must be recorded token by token."""
         return self.scores is not None or self.logits is not None
 
-    def add_prefill(self, outputs: ModelOutput) -> None:
-        """Keep the prompt's hidden states and attentions, which plain generate records for the first new token."""
+    def add_prefill(self, outputs: ModelOutput, windows: list[int | None]) -> None:
+        """Keep the prompt's hidden states and attentions, which plain generate records for the first new token.
+
+        Args:
+            outputs: the prefill's output.
+            windows: per attention layer, the sliding window in tokens, or None.
+        """
         if self.hidden_states is not None:
             self.hidden_states += (outputs.hidden_states,)
         if self.attentions is not None:
+            _check_attentions(outputs, windows)
             self.attentions += (outputs.attentions,)
+            self._prompt_keys = [None if a is None else a.shape[-1] for a in outputs.attentions]
 
     def add_block(self, outputs: ModelOutput, committed: int, windows: list[int | None]) -> None:
         """Keep the hidden states and attentions of the first `committed` inputs of a verified block, one entry per
@@ -60,20 +68,36 @@ class Records:
             committed: number of block inputs whose outputs became tokens.
             windows: per attention layer, the sliding window in tokens, or None.
         """
-        if self.attentions is not None and len(outputs.attentions) != len(windows):
-            raise UnsupportedOptionError(
-                f"`output_attentions` was requested, but the target returns {len(outputs.attentions)} attentions for "
-                f"{len(windows)} attention layers in its cache, so their windows are unknown. Remove the option."
-            )
+        if self.attentions is not None:
+            _check_attentions(outputs, windows)
         for position in range(committed):
             if self.hidden_states is not None:
                 self.hidden_states += (tuple(h[:, position : position + 1] for h in outputs.hidden_states),)
             if self.attentions is not None:
-                rows = zip(outputs.attentions, windows, strict=True)
-                self.attentions += (tuple(_attention_row(a, position, window) for a, window in rows),)
+                layers = zip(outputs.attentions, windows, self._prompt_keys or [None] * len(windows), strict=True)
+                self.attentions += (tuple(_attention_row(a, position, window, keys) for a, window, keys in layers),)
 
 
-def _attention_row(attention: torch.Tensor | None, position: int, window: int | None) -> torch.Tensor | None:
+def _check_attentions(outputs: ModelOutput, windows: list[int | None]) -> None:
+    """Raise if the target did not return one attention (or None) for each attention layer of its cache."""
+    attentions = outputs.attentions or ()
+    if len(attentions) == len(windows):
+        return
+    if not attentions:
+        raise UnsupportedOptionError(
+            "`output_attentions` was requested, but the target returns none: its attention implementation (such as "
+            '"sdpa") does not compute attention weights. Load the target with attn_implementation="eager", or remove '
+            "the option."
+        )
+    raise UnsupportedOptionError(
+        f"`output_attentions` was requested, but the target returns {len(attentions)} attentions for {len(windows)} "
+        "attention layers in its cache, so their windows are unknown. Remove the option."
+    )
+
+
+def _attention_row(
+    attention: torch.Tensor | None, position: int, window: int | None, prompt_keys: int | None = None
+) -> torch.Tensor | None:
     """Return the attention row that a one-token forward at `position` of the block would have returned.
 
     Args:
@@ -81,6 +105,8 @@ def _attention_row(attention: torch.Tensor | None, position: int, window: int | 
             attention implementation does not return weights.
         position: index of the input in the block, 0-based.
         window: sliding window in tokens, the token itself included; None for full attention.
+        prompt_keys: number of keys in the prefill. Full attention that still has as many does not attend to the text
+            (cross-attention to an image), so every token sees all of them.
 
     Example:
         block of 3 after 5 cached keys: 8 columns. Position 1 is key 6, so plain decoding would have seen columns 0..6.
@@ -89,7 +115,7 @@ def _attention_row(attention: torch.Tensor | None, position: int, window: int | 
     if attention is None:
         return None
     block, keys = attention.shape[-2:]
-    end = keys - block + position + 1
+    end = keys if window is None and keys == prompt_keys else keys - block + position + 1
     start = 0 if window is None else max(0, end - window)
     return attention[:, :, position : position + 1, start:end]
 

@@ -4,7 +4,8 @@ All published layouts are translated into this form before a network is built (s
 is uploaded to the Hub with the network, so it imports only transformers and its sibling `errors`.
 """
 
-import math
+import sys
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, ClassVar
 
@@ -28,6 +29,22 @@ ROPE_REQUIRED_KEYS = {
 
 _VERSION_2_FIELDS = ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")
 _ROPE_LISTS = ("short_factor", "long_factor")
+
+# The largest value that is accepted for each integer: far above every published draft, and low enough that a wrong
+# digit or a damaged file is reported at once and cannot exhaust time or memory.
+MAXIMA = {
+    **dict.fromkeys(("hidden_size", "target_hidden_size", "intermediate_size", "conv_group_size"), 2**20),
+    **dict.fromkeys(("num_attention_heads", "num_key_value_heads", "head_dim"), 2**14),
+    **dict.fromkeys(("selector_rank", "selector_top_k"), 2**14),
+    **dict.fromkeys(("vocab_size", "target_vocab_size", "draft_vocab_size", "mask_token_id"), 2**24),
+    **dict.fromkeys(("max_position_embeddings", "sliding_window"), 2**31 - 1),
+    "num_hidden_layers": 256,
+    "target_num_hidden_layers": 4096,
+    "block_size": 1024,
+    "conv_kernel_size": 1024,
+}
+_LARGEST_SCALE = 1e6
+_LARGEST_THETA = 1e15
 
 # Keys of published layouts that would have no effect in the canonical form.
 FOREIGN_KEYS = ("rope_theta", "rope_scaling", "dflash_config")
@@ -151,9 +168,9 @@ class DFlashConfig(PreTrainedConfig):
             return self.block_size
         if not is_integer(wanted) or not 2 <= wanted <= self.block_size:
             raise UnsupportedOptionError(
-                f"block_size must be an integer from 2 to {self.block_size}, found {wanted!r}. The draft was trained "
-                f"on blocks of {self.block_size} and cannot fill longer ones (see `block_size` (top level) or "
-                "`dflash_config.block_size` in its config.json)."
+                f"block_size must be an integer from 2 to {self.block_size}, found {format_value(wanted)}. The draft "
+                f"was trained on blocks of {self.block_size} and cannot fill longer ones (see `block_size` (top level) "
+                "or `dflash_config.block_size` in its config.json)."
             )
         return wanted
 
@@ -184,6 +201,7 @@ def find_problems(values: Mapping[str, Any], places: Mapping[str, str] | None = 
         _check_layers,
         _check_rope,
         _check_scales,
+        _check_names,
         _check_version,
         _check_foreign,
     )
@@ -202,9 +220,9 @@ class _Values:
         return default if value is None else value
 
     def integer(self, key: str) -> int | None:
-        """Return the value if it is an integer, else None (the check of that key reports it)."""
+        """Return the value if it is a positive integer in its range, else None (the check of that key reports it)."""
         value = self._values.get(key)
-        return value if is_integer(value) else None
+        return value if is_integer(value) and 0 < value <= MAXIMA[key] else None
 
     def invalid(self, key: str, needed: str) -> str:
         """Describe a problem: the key, what was found and where, what is needed."""
@@ -212,16 +230,16 @@ class _Values:
         place = self._places.get(key, "the configuration")
         if value is None:
             return f"`{key}` is missing (looked in {place}); it must be {needed}."
-        found = repr(value) if isinstance(value, (list, dict)) else f"{value!r} ({type(value).__name__})"
-        return f"`{key}` must be {needed}; found {found} in {place}."
+        kind = "" if isinstance(value, (list, dict)) else f" ({type(value).__name__})"
+        return f"`{key}` must be {needed}; found {format_value(value)}{kind} in {place}."
 
-    def check_count(self, key: str, minimum: int = 1, optional: bool = False) -> Iterator[str]:
-        """Check that a key holds an integer of at least `minimum`; an optional one may be None."""
+    def check_count(self, key: str, minimum: int = 1, optional: bool = False, note: str = "") -> Iterator[str]:
+        """Check that a key holds an integer from `minimum` to its entry in `MAXIMA`; an optional one may be None."""
         value = self._values.get(key)
         if value is None and optional:
             return
-        if not is_integer(value) or value < minimum:
-            yield self.invalid(key, f"an integer of at least {minimum}")
+        if not is_integer(value) or not minimum <= value <= MAXIMA[key]:
+            yield self.invalid(key, f"an integer of at least {minimum}{note} and at most {MAXIMA[key]}")
 
     def check_number(self, key: str, default: float, allowed: Callable[[float], bool], needed: str) -> Iterator[str]:
         value = self.get(key, default)
@@ -235,8 +253,19 @@ def is_integer(value: Any) -> bool:
 
 
 def is_number(value: Any) -> bool:
-    """Return True for a finite int or float that is not a bool."""
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+    """Return True for a finite int or float that is not a bool; an int must also fit into a float."""
+    is_real = isinstance(value, (int, float)) and not isinstance(value, bool)
+    return is_real and abs(value) <= sys.float_info.max
+
+
+def format_value(value: Any) -> str:
+    """Format any value for a message; a long one is cut."""
+    try:
+        text = repr(value)
+    except (ValueError, RecursionError):
+        # An integer of more than 4300 digits, or a value nested too deeply.
+        return f"a value of type {type(value).__name__} that is too large to print"
+    return text if len(text) <= 300 else f"{text[:300]}... ({len(text)} characters)"
 
 
 def _check_sizes(values: _Values) -> Iterator[str]:
@@ -263,21 +292,20 @@ def _check_sizes(values: _Values) -> Iterator[str]:
 
 
 def _check_block(values: _Values) -> Iterator[str]:
-    if not is_integer(values.get("block_size")) or values.get("block_size") < 2:
-        yield values.invalid("block_size", "an integer of at least 2 (the anchor and one candidate)")
+    yield from values.check_count("block_size", 2, note=" (the anchor and one candidate)")
     mask_id, vocab_size = values.get("mask_token_id"), values.integer("vocab_size")
-    if not is_integer(mask_id) or mask_id < 0:
-        yield values.invalid("mask_token_id", "a token id, an integer of at least 0")
+    if not is_integer(mask_id) or not 0 <= mask_id <= MAXIMA["mask_token_id"]:
+        yield values.invalid("mask_token_id", f"a token id, an integer from 0 to {MAXIMA['mask_token_id']}")
     elif vocab_size is not None and mask_id >= vocab_size:
         yield values.invalid("mask_token_id", f"a token id below `vocab_size` ({vocab_size})")
-    draft_vocab = values.get("draft_vocab_size")
+    draft_vocab = values.integer("draft_vocab_size")
     yield from values.check_count("draft_vocab_size", optional=True)
-    if is_integer(draft_vocab) and vocab_size is not None and draft_vocab > vocab_size:
+    if draft_vocab is not None and vocab_size is not None and draft_vocab > vocab_size:
         yield values.invalid("draft_vocab_size", f"at most `vocab_size` ({vocab_size})")
 
 
 def _check_taps(values: _Values) -> Iterator[str]:
-    taps = values.get("target_layer_ids")
+    taps, deepest = values.get("target_layer_ids"), MAXIMA["target_num_hidden_layers"] - 1
     advice = "The taps are chosen in training and are never guessed: get them from the draft's author."
     if not isinstance(taps, (list, tuple)) or not taps or not all(is_integer(tap) for tap in taps):
         yield (
@@ -287,7 +315,11 @@ def _check_taps(values: _Values) -> Iterator[str]:
         return
     if min(taps) < 0:
         yield values.invalid("target_layer_ids", "0-based layer indices, none of them negative")
-    repeated = sorted({tap for tap in taps if taps.count(tap) > 1})
+        return
+    if max(taps) > deepest:
+        yield values.invalid("target_layer_ids", f"layer indices of at most {deepest}")
+        return
+    repeated = [tap for tap, count in sorted(Counter(taps).items()) if count > 1]
     if repeated:
         yield values.invalid("target_layer_ids", f"distinct ({', '.join(map(str, repeated))} occurs more than once)")
     depth = values.integer("target_num_hidden_layers")
@@ -304,7 +336,7 @@ def _check_layers(values: _Values) -> Iterator[str]:
             return
         if layers is not None and len(types) != layers:
             yield values.invalid("layer_types", f"of length {layers} (`num_hidden_layers`), not {len(types)}")
-        unknown = sorted(set(types) - set(LAYER_TYPES))
+        unknown = sorted(set(types) - set(LAYER_TYPES))[:5]
         if unknown:
             yield values.invalid("layer_types", f"made of {', '.join(LAYER_TYPES)} (unknown: {', '.join(unknown)})")
     if "sliding_attention" in (types or ()):
@@ -327,9 +359,11 @@ def _check_rope(values: _Values) -> Iterator[str]:
         return
     nested = _Values({**rope, "rope_type": rope.get("rope_type", "default")}, values._places)
     theta = rope.get("rope_theta")
-    if not is_number(theta) or theta <= 0:
+    if not is_number(theta) or not 0 < theta <= _LARGEST_THETA:
         yield nested.invalid(
-            "rope_theta", "a number above 0; there is no default, because a wrong one would only show as low acceptance"
+            "rope_theta",
+            f"a number above 0 (and at most {_LARGEST_THETA:g}); there is no default, because a wrong one would only "
+            "show as low acceptance",
         )
     rope_type = nested.get("rope_type")
     known = sorted({"default", *ROPE_INIT_FUNCTIONS})
@@ -341,31 +375,47 @@ def _check_rope(values: _Values) -> Iterator[str]:
     for key in (*needed, *given):
         value = rope.get(key)
         if key in _ROPE_LISTS:
-            if not isinstance(value, (list, tuple)) or not value or not all(is_number(entry) for entry in value):
+            if not isinstance(value, (list, tuple)) or not value or not all(map(is_number, value)):
                 yield nested.invalid(key, f"a list of numbers for RoPE of type {rope_type}")
-        elif key not in ("rope_theta", "rope_type", "truncate") and (not is_number(value) or value <= 0):
+        elif key == "truncate":
+            if not isinstance(value, bool):
+                yield nested.invalid(key, f"true or false for RoPE of type {rope_type}")
+        elif key in ("rope_theta", "rope_type"):
+            continue
+        elif not is_number(value) or value <= 0:
             yield nested.invalid(key, f"a number above 0 for RoPE of type {rope_type}")
+        elif value > MAXIMA["max_position_embeddings"]:
+            yield nested.invalid(key, f"a number of at most {MAXIMA['max_position_embeddings']}")
 
 
-def _above_zero(value: float) -> bool:
-    return value > 0
+def _up_to(largest: float) -> Callable[[float], bool]:
+    return lambda value: 0 < value <= largest
 
 
 def _check_scales(values: _Values) -> Iterator[str]:
+    bounded = f"a number above 0 and at most {_LARGEST_SCALE:g}"
     for key in ("rms_norm_eps", "initializer_range"):
-        yield from values.check_number(key, 0.0, lambda value: value >= 0, "a number of at least 0")
+        yield from values.check_number(key, 0.0, lambda value: 0 <= value <= 1e3, "a number from 0 to 1000")
     yield from values.check_number("attention_dropout", 0.0, lambda value: 0 <= value < 1, "a number from 0 to below 1")
     for key in ("attention_bias", "own_embeddings"):
         if not isinstance(values.get(key, False), bool):
             yield values.invalid(key, "true or false")
-    yield from values.check_number("input_embedding_scale", 1.0, _above_zero, "a number above 0")
-    yield from values.check_number("output_multiplier", 1.0, _above_zero, "a number above 0")
-    yield from values.check_number("final_logit_softcapping", 1.0, _above_zero, "a number above 0, or null for no cap")
+    for key in ("input_embedding_scale", "output_multiplier"):
+        yield from values.check_number(key, 1.0, _up_to(_LARGEST_SCALE), bounded)
+    yield from values.check_number(
+        "final_logit_softcapping", 1.0, _up_to(_LARGEST_SCALE), f"{bounded}, or null for no cap"
+    )
+
+
+def _check_names(values: _Values) -> Iterator[str]:
+    for key in ("target_name_or_path", "source_layout"):
+        if not isinstance(values.get(key, ""), str):
+            yield values.invalid(key, "a string")
 
 
 def _check_version(values: _Values) -> Iterator[str]:
     version = values.get("dflash_version", 1)
-    if version not in (1, 2) or isinstance(version, bool):
+    if not is_integer(version) or version not in (1, 2):
         yield values.invalid("dflash_version", "1 or 2")
         return
     if version == 1:
@@ -394,7 +444,7 @@ def _check_foreign(values: _Values) -> Iterator[str]:
     for key in FOREIGN_KEYS:
         if values.get(key) is not None:
             yield (
-                f"`{key}` ({values.get(key)!r}) is not a key of the canonical form: RoPE values go into "
+                f"`{key}` ({format_value(values.get(key))}) is not a key of the canonical form: RoPE values go into "
                 "`rope_parameters`, all others to the top level. `hf_dflash.load_draft` reads published layouts."
             )
 

@@ -16,6 +16,7 @@ from hf_dflash.draft.errors import CheckpointError, DraftDtypeError
 from hf_dflash.draft.loading import (
     Checkpoint,
     TargetFacts,
+    is_draft_checkpoint,
     pairing_problems,
     pairing_warnings,
     read_checkpoint,
@@ -115,9 +116,14 @@ def _describe(checkpoint: Checkpoint, inspection: Inspection) -> None:
 
 
 def _read_target(target: str | Path, inspection: Inspection) -> TargetFacts | None:
+    if is_draft_checkpoint(target):
+        inspection.problems.append(
+            f"{target} is given as the target, but it is a DFlash draft. Check whether target and draft are swapped."
+        )
+        return None
     try:
         facts = TargetFacts.of_config(str(target), AutoConfig.from_pretrained(target))
-    except (OSError, ValueError, AttributeError, StrictDataclassError) as error:
+    except (OSError, ValueError, TypeError, AttributeError, LookupError, RuntimeError, StrictDataclassError) as error:
         inspection.problems.append(f"The configuration of the target {target} cannot be read: {error}")
         return None
     inspection.target = {

@@ -12,6 +12,7 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 from torch.nn import functional as F
+from transformers import GenerationConfig
 from transformers import initialization as init
 from transformers.cache_utils import DFlashCache
 from transformers.modeling_layers import GradientCheckpointingLayer
@@ -194,7 +195,8 @@ class CandidateSelector(nn.Module):
         unary, candidates = torch.topk(logits, self.top_k, dim=-1)
         projected = self.hidden_projection(hidden)
         successors = F.embedding(candidates, self.successor_codebook)
-        previous, path = anchor_ids, []
+        # A padded target may generate a token that has no row in the codebooks; the last row stands in for it.
+        previous, path = anchor_ids.clamp(max=self.predecessor_codebook.shape[0] - 1), []
         for position in range(hidden.shape[1]):
             predecessor = F.embedding(previous, self.predecessor_codebook) * projected[:, position]
             transition = (successors[:, position].float() @ predecessor.float().unsqueeze(-1)).squeeze(-1)
@@ -264,6 +266,8 @@ class DFlashPreTrainedModel(PreTrainedModel):
         if torch.get_default_dtype() == torch.float16:
             raise DraftDtypeError(FP16_REASON)
         super().__init__(config, *args, **kwargs)
+        # As on any assistant: `draft.generation_config.num_assistant_tokens` sets the candidates per block.
+        self.generation_config = GenerationConfig()
 
     @classmethod
     def from_pretrained(
@@ -376,10 +380,14 @@ class DFlashDraftModel(DFlashPreTrainedModel):
         return DFlashDraftOutput(last_hidden_state=self.norm(block).to(noise_embeds.dtype), cache=cache)
 
     def embed(self, input_ids: torch.Tensor, target_embed: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
-        """(batch, n) ids -> (batch, n, hidden_size), from the draft's own embeddings if any, else the target's."""
+        """(batch, n) ids -> (batch, n, hidden_size), from the draft's own embeddings if any, else the target's.
+
+        Of its own, a token beyond the draft's vocabulary, which a padded target may generate, is the mask token.
+        """
         if self.embed_tokens is None:
             return target_embed(input_ids)
-        return self.embed_tokens(input_ids.to(self.embed_tokens.weight.device))
+        ids = input_ids.to(self.embed_tokens.weight.device)
+        return self.embed_tokens(ids.where(ids < self.config.vocab_size, self.config.mask_token_id))
 
     def compute_logits(self, hidden: torch.Tensor, head: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
         """(batch, n, hidden_size) -> (batch, n, vocabulary); the draft's own reduced vocabulary if it has one.
@@ -403,10 +411,11 @@ class DFlashDraftModel(DFlashPreTrainedModel):
             head: the target's head, (batch, n, hidden_size) -> (batch, n, vocabulary).
 
         Returns:
-            (batch, n) ids in the target's vocabulary.
+            (batch, n) ids in the target's vocabulary, all below the draft's `vocab_size`, even if the target's head has
+            more rows (it was padded after the draft was trained).
         """
         # In float32, where argmax on the CPU is several times faster than in bfloat16; the order is the same.
-        candidates = self.compute_logits(hidden, head).float().argmax(-1)
+        candidates = self.compute_logits(hidden, head)[..., : self.config.vocab_size].float().argmax(-1)
         # d2t holds offsets: draft id 7 with d2t[7] = 100 is target id 107.
         return candidates if self.d2t is None else candidates + self.d2t[candidates]
 
@@ -428,7 +437,7 @@ class DFlash2DraftModel(DFlashDraftModel):
         self, hidden: torch.Tensor, anchor_ids: torch.Tensor, head: Callable[[torch.Tensor], torch.Tensor]
     ) -> torch.Tensor:
         """Like DFlash 1, but along the selector's path instead of position by position."""
-        logits = self.compute_logits(hidden, head)
+        logits = self.compute_logits(hidden, head)[..., : self.config.vocab_size]
         return self.candidate_selector(hidden.to(self.norm.weight.dtype), logits, anchor_ids)
 
 

@@ -1,4 +1,4 @@
-"""Attention from a verified block to a long context without copying the context.
+"""Attention from a verified block: to a long context without copying it, and to an image as from a single token.
 
 A wrapper around transformers' "sdpa" attention function, active only inside `block_attention()` on the thread that
 entered it.
@@ -26,7 +26,7 @@ _OTHER_ATTENTION = ("position_bias", "softcap", "output_attentions")
 
 @contextmanager
 def block_attention() -> Iterator[None]:
-    """Avoid the copy in the forwards that this thread runs inside the `with` block."""
+    """Treat the forwards that this thread runs inside the `with` block as forwards over a block."""
     token = _block_masks.set({})
     try:
         yield
@@ -44,7 +44,13 @@ def install() -> None:
 def _wrap(plain_attention):
     def attention(module: nn.Module, query, key, value, attention_mask, **kwargs: Any):
         # The first check keeps this function out of graphs that the user compiles.
-        if torch.compiler.is_compiling() or _block_masks.get() is None or not _shares_keys(query, key, attention_mask):
+        if torch.compiler.is_compiling() or _block_masks.get() is None:
+            return plain_attention(module, query, key, value, attention_mask, **kwargs)
+        if attention_mask is None and query.shape[2] > 1:
+            # A block comes after at least one token, so attention to the text has a mask. Without one it is attention
+            # to an image. A single token sees all of it, but transformers' function is causal for several.
+            kwargs["is_causal"] = False
+        if not _shares_keys(query, key, attention_mask):
             return plain_attention(module, query, key, value, attention_mask, **kwargs)
         if any(kwargs.get(name) is not None and kwargs[name] is not False for name in _OTHER_ATTENTION):
             return plain_attention(module, query, key, value, attention_mask, **kwargs)

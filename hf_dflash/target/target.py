@@ -7,18 +7,20 @@ This is the only module that handles differences between target families.
 import copy
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch import nn
-from transformers import GenerationConfig, PreTrainedModel
-from transformers.utils import ModelOutput, logging
+from transformers import GenerationConfig, GenerationMixin, PreTrainedModel
+from transformers.utils import ModelOutput
 
 from hf_dflash.draft.errors import UnsupportedTargetError
+from hf_dflash.logs import get_logger
 from hf_dflash.target.block_attention import block_attention
+from hf_dflash.target.cache import CACHE_KEYWORD
 
-logger = logging.get_logger(__name__)
+logger = get_logger(__name__)
 
 
 class Taps:
@@ -79,12 +81,7 @@ class Taps:
         outputs, self._outputs = self._outputs, [[] for _ in self._layers]
         for layer_id, chunks in zip(self._layer_ids, outputs, strict=True):
             if not chunks:
-                raise UnsupportedTargetError(
-                    f"The output of decoder layer {layer_id} of the target was not captured, so the draft has no "
-                    "context. Forward hooks are expected to fire on every tapped layer, but they do not if a module "
-                    "that contains several layers was compiled (`target.model.forward = torch.compile(...)`). Use "
-                    "the uncompiled target, or compile it layer by layer."
-                )
+                raise UnsupportedTargetError(self._why_missing(layer_id, others_ran=any(outputs)))
             if chunks[0].dim() != 3:
                 raise UnsupportedTargetError(
                     f"Decoder layer {layer_id} of the target returns a tensor of shape {tuple(chunks[0].shape)}; a "
@@ -94,6 +91,23 @@ class Taps:
         # The taps of a long prompt are large, so avoid copies.
         taps = [chunks[0] if len(chunks) == 1 else torch.cat(chunks, dim=1) for chunks in outputs]
         return torch.cat([tap.to(device) for tap in taps], dim=-1)
+
+    def _why_missing(self, layer_id: int, others_ran: bool) -> str:
+        """Return the message for a tapped layer whose hook did not fire in a forward."""
+        kind = type(self._layers[self._layer_ids.index(layer_id)]).__name__
+        skipped = (
+            "the model skips this layer for these inputs, as models do with cross-attention layers if there is no "
+            "image. Pass inputs for which it runs, or use a draft that taps other layers"
+        )
+        compiled = (
+            "a module that contains several layers was compiled (`target.model.forward = torch.compile(...)`). Use the "
+            "uncompiled target, or compile it layer by layer"
+        )
+        reason = f"The other tapped layers ran: {skipped}" if others_ran else f"Either {compiled}; or {skipped}"
+        return (
+            f"The output of decoder layer {layer_id} of the target (a {kind}) was not captured, so the draft has no "
+            f"context. {reason}."
+        )
 
 
 class Target:
@@ -133,6 +147,31 @@ class Target:
     def num_embeddings(self) -> int:
         """Rows of the input embedding: every id below this can be embedded."""
         return getattr(self._embedding, "num_embeddings", self.text_config.vocab_size)
+
+    def refuse_other_widths(self, *, embedding: bool, head: bool) -> None:
+        """Reject an embedding or a head that a draft would use but whose width is not that of the hidden states.
+
+        Some targets project between the two (OPT-350M, RemBERT). The projection is part of their forward, so a draft
+        cannot use the embedding or the head alone.
+
+        Args:
+            embedding, head: whether the draft uses the target's.
+
+        Raises:
+            UnsupportedTargetError: naming both widths. A module that does not state its width is accepted.
+        """
+        hidden_size = self.text_config.hidden_size
+        widths = {
+            "input embedding": getattr(self._embedding, "embedding_dim", None) if embedding else None,
+            "output head": getattr(self._output_head, "in_features", None) if head else None,
+        }
+        for part, width in widths.items():
+            if width not in (None, hidden_size):
+                raise UnsupportedTargetError(
+                    f"The {part} of {self.name} ({type(self.model).__name__}) has width {width}, its hidden states "
+                    f"have {hidden_size}: the target projects between them, so a DFlash draft, which works on hidden "
+                    "states, cannot use it. Use a draft with its own embeddings and head, or generate without a draft."
+                )
 
     def embed(self, ids: torch.LongTensor) -> torch.Tensor:
         """Embed a block the way it was embedded when the draft was trained.
@@ -190,7 +229,7 @@ class Target:
             model_kwargs = {**model_kwargs, "logits_to_keep": torch.tensor([-1], device=input_ids.device)}
         return self.model._prefill(input_ids, generation_config, model_kwargs)
 
-    def verify(self, ids: torch.LongTensor, block_length: int, model_kwargs: dict[str, Any]) -> ModelOutput:
+    def verify(self, ids: torch.LongTensor, block_length: int, model_kwargs: dict[str, Any]) -> ModelOutput | None:
         """Verify a block (the anchor and its candidates) in one forward.
 
         Args:
@@ -201,12 +240,17 @@ class Target:
             model_kwargs: what plain generate would have when the anchor is the next input.
 
         Returns:
-            the model's output with logits `(batch, block_length, vocabulary)`.
+            the model's output with logits `(batch, block_length, vocabulary)`. None, without a forward, if the model
+            would read a block of several tokens into another cache than the one in `model_kwargs` (Phi-3, where its
+            RoPE switches): then the anchor must be verified alone, as plain generate does.
         """
         inputs = self.model.prepare_inputs_for_generation(ids, next_sequence_length=block_length, **model_kwargs)
+        if block_length > 1 and inputs.get(CACHE_KEYWORD) is not model_kwargs.get(CACHE_KEYWORD):
+            return None
         if "logits_to_keep" in inputs:
             inputs["logits_to_keep"] = block_length
-        with block_attention():
+        # An anchor alone needs no block attention, and may come with the whole text (another cache).
+        with block_attention() if block_length > 1 else nullcontext():
             outputs = self.model(**inputs, return_dict=True)
         outputs.logits = outputs.logits[:, -block_length:]
         return outputs
@@ -216,12 +260,17 @@ class Target:
         modified.
 
         Token types are extended one token at a time, so that the last entry is repeated. Extending by several at once
-        would repeat that many entries of the prompt, image positions included.
+        would repeat that many entries of the prompt, image positions included. A model's own update is also called
+        once per token, as in plain generate: some extend a mask by one row per call (Llama 3.2 Vision).
         """
-        step = 1 if model_kwargs.get("token_type_ids") is not None else num_tokens
+        update = self.model._update_model_kwargs_for_generation
+        is_own = getattr(update, "__func__", None) is not GenerationMixin._update_model_kwargs_for_generation
+        step = 1 if is_own or model_kwargs.get("token_type_ids") is not None else num_tokens
         advanced = dict(model_kwargs)
         for _ in range(num_tokens // step if step else 0):
-            advanced = self.model._update_model_kwargs_for_generation(outputs, advanced, num_new_tokens=step)
+            advanced = update(
+                outputs, advanced, is_encoder_decoder=self.model.config.is_encoder_decoder, num_new_tokens=step
+            )
         return advanced
 
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.nn import functional as F
 
 from hf_dflash.draft.modeling_dflash import DFlashDraftModel
 from hf_dflash.target.target import Target
@@ -22,7 +23,7 @@ from hf_dflash.training.losses import (
 )
 from hf_dflash.training.packing import IGNORED, PackedBlocks, choose_anchors, pack_blocks
 from hf_dflash.training.settings import TrainingSettings
-from hf_dflash.training.states import StateCapture, TargetStates, run_blocks
+from hf_dflash.training.states import StateCapture, TargetStates, head_rows, measure_logit_transform, run_blocks
 
 
 @dataclass(frozen=True)
@@ -46,6 +47,9 @@ class Objective:
         target: the frozen target.
         settings: checked settings.
         frequent: `(n,)` token ids that are always in the reduced loss vocabulary, or None for the full vocabulary.
+
+    Raises:
+        TrainingError: distillation was requested, and the target's logits cannot be computed from its head.
     """
 
     def __init__(
@@ -55,7 +59,8 @@ class Objective:
         self._capture = StateCapture(target, draft.config.target_layer_ids, with_final=settings.distillation > 0)
         block_size = draft.config.block_size
         self._decay = decay_weights(block_size, settings.gamma or default_gamma(block_size))
-        self._head_rows: torch.Tensor | None = None
+        self._transform = measure_logit_transform(target) if settings.distillation else None
+        self._head_rows: tuple[torch.Tensor, torch.Tensor | None] | None = None
 
     def __call__(self, model: Any, batch: dict[str, torch.Tensor], step: int) -> StepLoss:
         """Compute the loss of one batch.
@@ -117,19 +122,17 @@ class Objective:
         return ReducedVocabulary.of(torch.cat([self._frequent.to(labels.device), labels]), self._target.num_embeddings)
 
     def _logits(self, hidden: torch.Tensor, vocabulary: ReducedVocabulary | None) -> torch.Tensor:
-        """Map `(n, hidden)` to `(n, V')` logits, scaled and soft-capped as in decoding."""
-        if vocabulary is None:
-            return self._draft.compute_logits(hidden, self._target.head)
-        rows = self._head_weight(hidden)[vocabulary.ids]
-        return self._draft.compute_logits(hidden, lambda states: states.to(rows.dtype) @ rows.T)
+        """Map `(n, hidden)` to the draft's `(n, V')` logits, scaled and soft-capped as in decoding."""
+        return self._draft.compute_logits(hidden, lambda states: self._head(states, vocabulary))
 
-    def _head_weight(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Return the head's `(V, hidden)` weight by calling it on unit vectors, so that quantized heads work too."""
+    def _head(self, hidden: torch.Tensor, vocabulary: ReducedVocabulary | None) -> torch.Tensor:
+        """Map `(n, hidden)` to the `(n, V')` output of the target's head."""
+        if vocabulary is None:
+            return self._target.head(hidden)
         if self._head_rows is None:
-            with torch.no_grad():
-                units = torch.eye(hidden.shape[-1], device=hidden.device, dtype=hidden.dtype)
-                self._head_rows = self._target.head(units).T.contiguous().to(hidden.device)
-        return self._head_rows
+            self._head_rows = head_rows(self._target, hidden)
+        weight, bias = self._head_rows
+        return F.linear(hidden.to(weight.dtype), weight[vocabulary.ids], None if bias is None else bias[vocabulary.ids])
 
     def _teacher(
         self, states: TargetStates, packed: PackedBlocks, loss_mask: torch.Tensor, vocabulary: ReducedVocabulary | None
@@ -139,7 +142,8 @@ class Objective:
         The token at position p is predicted by the target's state at p - 1: a block with anchor 4 is trained on the
         tokens at 5, 6, ... with the states at 4, 5, ...
         """
-        if states.final is None or not self._settings.distillation:
+        transform = self._transform
+        if states.final is None or transform is None:
             return None
         final = states.final.to(packed.input_ids.device)
         positions = packed.position_ids[:, packed.context_length :].view_as(loss_mask)
@@ -147,7 +151,7 @@ class Objective:
 
         @torch.no_grad()
         def logits(rows: slice) -> torch.Tensor:
-            return self._logits(final[row_of[rows], before[rows]], vocabulary)
+            return transform(self._head(final[row_of[rows], before[rows]], vocabulary))
 
         return logits
 

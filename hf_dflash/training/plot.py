@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any
 
 from hf_dflash.draft.errors import MissingPackageError
+from hf_dflash.files import atomic_path
 
 
 def plot_run(log_history: list[dict[str, Any]], path: str | Path) -> Path:
@@ -36,7 +37,8 @@ def plot_run(log_history: list[dict[str, Any]], path: str | Path) -> Path:
         axes.grid(alpha=0.3)
         if axes.lines:
             axes.legend()
-    figure.savefig(path, dpi=110)
+    with atomic_path(Path(path)) as partial:
+        figure.savefig(partial, dpi=110, format="png")
     return Path(path)
 
 

@@ -14,6 +14,7 @@ from hf_dflash.draft.errors import TrainingError
 from hf_dflash.draft.layouts import NETWORK_KEYS, OUTPUT_KEYS, VERSION_2_KEYS
 from hf_dflash.draft.modeling_dflash import DFlashDraftModel
 from hf_dflash.files import atomic_folder
+from hf_dflash.ownership import RECEIPT, foreign_files, record_made, shorten
 
 
 def zlab_config(config: DFlashConfig, dtype: str) -> dict[str, Any]:
@@ -111,26 +112,50 @@ def save_draft(
 ) -> Path:
     """Write a draft folder atomically.
 
+    A folder that holds only what `save_draft` or `export_draft` wrote is replaced; any other must be empty or missing.
+
     Args:
         layout: canonical, zlab or speculators.
         extra: additional text files, name to content.
 
     Raises:
-        TrainingError: the layout cannot express the draft, or the disk is full.
+        TrainingError: the folder holds other files, the layout cannot express the draft, or the disk is full.
     """
     folder = Path(folder)
+    # Through a link, the folder that it leads to is written; the link stays.
+    place = folder.resolve()
+    config = layout_config(draft.config, layout, str(draft.dtype).removeprefix("torch."))
+    for name in extra or {}:
+        if name != Path(name).name or name in (RECEIPT, "config.json", "model.safetensors"):
+            raise TrainingError(f"extra: {name!r} is not the plain name of an additional file")
+    if foreign := foreign_files(place):
+        raise TrainingError(
+            f"{folder} holds files that hf-dflash did not verifiably write ({shorten(foreign)}), so it is not "
+            "replaced. Choose a new or empty folder, or move these files"
+        )
     try:
-        with atomic_folder(folder) as partial:
-            if layout == "canonical":
+        with atomic_folder(place) as partial:
+            if config is None:
                 draft.save_pretrained(partial)
             else:
-                dtype = str(draft.dtype).removeprefix("torch.")
-                config = (zlab_config if layout == "zlab" else speculators_config)(draft.config, dtype)
                 (partial / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
                 tensors = {name: tensor.contiguous() for name, tensor in draft.state_dict().items()}
                 save_file(tensors, partial / "model.safetensors", metadata={"format": "pt"})
             for name, text in (extra or {}).items():
                 (partial / name).write_text(text, encoding="utf-8")
+            record_made(partial)
     except OSError as error:
         raise TrainingError(f"saving the draft to {folder} failed: {error}") from error
     return folder
+
+
+def layout_config(config: DFlashConfig, layout: str, dtype: str) -> dict[str, Any] | None:
+    """Build the `config.json` of a layout; None for the canonical one, which transformers writes.
+
+    Raises:
+        TrainingError: there is no such layout, or it cannot express the draft.
+    """
+    builders = {"canonical": lambda *_: None, "zlab": zlab_config, "speculators": speculators_config}
+    if layout not in builders:
+        raise TrainingError(f"layout must be one of {', '.join(builders)}; found {layout!r}")
+    return builders[layout](config, dtype)

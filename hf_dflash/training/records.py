@@ -1,13 +1,15 @@
 """Training data: token ids of prompts and responses.
 
-Reads and checks the file written by `hf-dflash data`, splits it into training and held-out records, and collates
-batches.
+Reads and checks the file written by `hf-dflash data`, splits it into training and held-out records, finds the records
+of a resumed run, and collates batches.
 """
 
+import hashlib
 import json
 import random
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +17,12 @@ import torch
 from torch.utils.data import Dataset
 
 from hf_dflash.draft.errors import TrainingError
-from hf_dflash.files import read_jsonl
+from hf_dflash.files import atomic_write, read_jsonl
 
 
 @dataclass(frozen=True)
 class Record:
-    """One prompt and response. `name` identifies the record."""
+    """One prompt and response. `name` is the key or the number of its line; several responses may have the same."""
 
     name: str
     prompt_ids: tuple[int, ...]
@@ -28,6 +30,11 @@ class Record:
 
     def __len__(self) -> int:
         return len(self.prompt_ids) + len(self.response_ids)
+
+    @cached_property
+    def digest(self) -> str:
+        """Hash of the token ids, which identifies the record: the same in every process and in every file."""
+        return hashlib.sha256(json.dumps([self.prompt_ids, self.response_ids]).encode()).hexdigest()[:32]
 
 
 @dataclass(frozen=True)
@@ -102,14 +109,27 @@ def _token_ids(row: dict[str, Any], key: str, where: str, vocab_size: int) -> li
 
 
 def split(records: list[Record], held_out: int, seed: int) -> tuple[list[Record], list[Record]]:
-    """Split into training and held-out records, holding out `held_out` at random (deterministic given the seed).
+    """Split into training and held-out records, holding out prompts at random (deterministic given the seed).
+
+    All responses to one prompt are on the same side, so more than `held_out` records are held out if the last prompt
+    chosen has several responses.
 
     Raises:
         TrainingError: no records would be left to train on.
     """
-    if held_out >= len(records):
-        raise TrainingError(f"cannot hold out {held_out} records, there are only {len(records)}: lower `held_out`")
-    chosen = set(random.Random(seed).sample(range(len(records)), held_out))
+    by_prompt: dict[tuple[int, ...], list[int]] = {}
+    for index, record in enumerate(records):
+        by_prompt.setdefault(record.prompt_ids, []).append(index)
+    prompts = list(by_prompt.values())
+    chosen: set[int] = set()
+    for at in random.Random(seed).sample(range(len(prompts)), min(held_out, len(prompts))):
+        if len(chosen) < held_out:
+            chosen.update(prompts[at])
+    if len(chosen) == len(records):
+        raise TrainingError(
+            f"cannot hold out {held_out} records: there are only {len(records)}, to {len(prompts)} prompts, and all "
+            "responses to a prompt are held out together, so none would be left to train on; lower `held_out`"
+        )
     train = [record for index, record in enumerate(records) if index not in chosen]
     return train, [records[index] for index in sorted(chosen)]
 
@@ -136,7 +156,7 @@ class RecordDataset(Dataset):
         record = self.records[index]
         item = {"index": index, "prompt_length": len(record.prompt_ids), "ids": record.prompt_ids + record.response_ids}
         if self._states is not None:
-            item["taps"], item["final"] = self._states[record.name]
+            item["taps"], item["final"] = self._states[record.digest]
         return item
 
 
@@ -163,6 +183,39 @@ def collate(items: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
     return batch
 
 
-def save_split(path: Path, held_out: Sequence[Record]) -> None:
-    """Write the names of the held-out records, so that the split can be reconstructed from the data."""
-    path.write_text(json.dumps({"held_out": [record.name for record in held_out]}, indent=1) + "\n", encoding="utf-8")
+def save_split(path: Path, records: Sequence[Record], held_out: Sequence[Record]) -> None:
+    """Write the names of the held-out records, and what a resumed run needs to find the run's records in the data."""
+    values = {
+        "held_out": [record.name for record in held_out],
+        "records": len(records),
+        "records_digest": _digest(records),
+    }
+    atomic_write(path, json.dumps(values, indent=1) + "\n")
+
+
+def records_of_run(path: Path, records: Records, data: str | Path) -> Records:
+    """Return the records of the run that wrote `path`: a data file may have grown since, but not changed otherwise.
+
+    Raises:
+        TrainingError: the run's records are not the first ones of the data, or `path` does not have what is needed.
+    """
+    try:
+        stored = json.loads(path.read_text(encoding="utf-8"))
+        count, digest = int(stored["records"]), stored["records_digest"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise TrainingError(
+            f"--resume: {path} does not record what the run was started with ({type(error).__name__}: {error}), "
+            "so the data cannot be checked; start a new run, with `warm_start` set to the latest checkpoint"
+        ) from error
+    if len(records.kept) < count or _digest(records.kept[:count]) != digest:
+        raise TrainingError(
+            f"--resume: the run was started with {count} records, and these are not the first of the "
+            f"{len(records.kept)} that {data} has now, so held-out texts could end up in training; restore the file "
+            "(it may grow at its end), or start a new run"
+        )
+    return replace(records, kept=records.kept[:count])
+
+
+def _digest(records: Sequence[Record]) -> str:
+    """Hash records in their order."""
+    return hashlib.sha256("".join(record.digest for record in records).encode()).hexdigest()[:32]

@@ -8,16 +8,22 @@ file is `{"key", "prompt_ids", "response_ids", "finish", "text"}` plus the promp
 import hashlib
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import torch
 
 from hf_dflash.draft.errors import TrainingError
 from hf_dflash.files import atomic_write
+from hf_dflash.logs import get_logger
+from hf_dflash.ownership import lock_exclusively
 from hf_dflash.training.prompts import TokenizedPrompt, batches
+from hf_dflash.training.state_cache import weights_fingerprint
+
+logger = get_logger(__name__)
 
 
 @dataclass(frozen=True)
@@ -60,15 +66,15 @@ def regenerate(
         on_batch: called after every batch with (prompts done, tokens written in this call).
 
     Raises:
-        TrainingError: `out` was started with different settings or another target.
+        TrainingError: `out` was started with different settings or another target, another process is writing it, or it
+            cannot be written.
     """
     out = Path(out)
-    out.parent.mkdir(parents=True, exist_ok=True)
-    _check_settings(out, model, settings)
-    done = _existing_keys(out)
-    stops = _stop_ids(model)
-    count, tokens = 0, 0
-    with out.open("a", encoding="utf-8") as file:
+    with _opened(out) as file:
+        _check_settings(out, model, settings, draft is not None and settings.temperature > 0)
+        done = _existing_keys(out)
+        stops = _stop_ids(model)
+        count, tokens = 0, 0
         for batch in batches(prompts, settings.batch_size):
             pending = [prompt for prompt in batch if prompt.key not in done]
             if pending:
@@ -87,6 +93,38 @@ def regenerate(
     return out
 
 
+def check_not_in_use(out: str | Path) -> None:
+    """Check that no other process is writing `out`; to be called before the target is loaded.
+
+    Raises:
+        TrainingError: one is, or `out` cannot be written.
+    """
+    if Path(out).exists():
+        with _opened(Path(out)):
+            pass
+
+
+@contextmanager
+def _opened(out: Path) -> Iterator[IO[str]]:
+    """Open `out` to append to it, locked against other processes that do the same."""
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        file = out.open("a", encoding="utf-8")
+    except OSError as error:
+        raise TrainingError(f"{out} cannot be written: {error}. Choose another --out") from error
+    with file:
+        try:
+            lock_exclusively(file)
+        except BlockingIOError as error:
+            raise TrainingError(
+                f"{out} is being written by another process, so both would write the same responses. Wait for it to "
+                "end, or choose another --out"
+            ) from error
+        except OSError:
+            logger.warning(f"{out} is not locked, since its file system has no locks: let only one process write it")
+        yield file
+
+
 @torch.no_grad()
 def _generate(
     model: Any,
@@ -96,7 +134,13 @@ def _generate(
     draft: Any,
     stops: set[int],
 ) -> list[list[int]]:
-    """Generate the token ids of the responses, each truncated after its first stop token (which is kept)."""
+    """Generate the token ids of the responses, each truncated after its first stop token (which is kept).
+
+    With a draft, a sampled batch is generated row by row: rows are decoded one by one anyway, each with its own seed.
+    """
+    options = settings.generation_options()
+    if draft is not None and options["do_sample"] and len(batch) > 1:
+        return [_generate(model, tokenizer, [prompt], settings, draft, stops)[0] for prompt in batch]
     width = max(len(prompt.ids) for prompt in batch)
     pad_token_id = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else min(stops, default=0)
     ids = torch.full((len(batch), width), pad_token_id)
@@ -104,7 +148,6 @@ def _generate(
     for row, prompt in enumerate(batch):  # left padding: a prompt of 3 tokens in width 5 fills columns 2, 3, 4
         ids[row, width - len(prompt.ids) :] = torch.tensor(prompt.ids)
         mask[row, width - len(prompt.ids) :] = 1
-    options = settings.generation_options()
     if draft is not None:
         options["assistant_model"] = draft
     torch.manual_seed(_batch_seed(settings.seed, batch))
@@ -153,7 +196,7 @@ def _existing_keys(out: Path) -> set[str]:
                 break
             try:
                 keys.add(json.loads(line)["key"])
-            except (json.JSONDecodeError, KeyError, TypeError) as error:
+            except (ValueError, KeyError, TypeError) as error:
                 raise TrainingError(
                     f"{out}, line {number}: not written by `hf-dflash data`; choose another --out"
                 ) from error
@@ -163,26 +206,49 @@ def _existing_keys(out: Path) -> set[str]:
     return keys
 
 
-def _check_settings(out: Path, model: Any, settings: RegenerationSettings) -> None:
-    """Write `<out>.settings.json`, or check against the existing one."""
+def _check_settings(out: Path, model: Any, settings: RegenerationSettings, row_by_row: bool) -> None:
+    """Write `<out>.settings.json`, or check against the existing one.
+
+    Besides the settings it has what the responses depend on: the target by name, revision, dtype and the values of its
+    weights, and whether sampled rows were generated one by one. Files of earlier versions do not have all of it, and
+    what they lack is not compared.
+    """
     path = out.with_name(out.name + ".settings.json")
     current = {
         "target": model.config.name_or_path,
+        "revision": getattr(model.config, "_commit_hash", None),
+        "dtype": str(model.dtype).removeprefix("torch."),
+        "weights": weights_fingerprint(model),
         "vocab_size": model.get_input_embeddings().num_embeddings,
+        "row_by_row": row_by_row,
         **asdict(settings),
     }
     if path.exists():
-        stored = json.loads(path.read_text(encoding="utf-8"))
+        stored = _read_settings(path)
         mismatches = [
-            f"{key} {stored.get(key)!r} (now {value!r})" for key, value in current.items() if stored.get(key) != value
+            f"{key} {stored[key]!r} (now {value!r})"
+            for key, value in current.items()
+            if key in stored and stored[key] != value
         ]
         if mismatches:
             raise TrainingError(
                 f"{out} was started with different settings: {'; '.join(mismatches)}. Use those, or another --out"
             )
+        if missing := sorted(current.keys() - stored.keys()):
+            logger.warning(f"{path} does not record {', '.join(missing)}: they are assumed to be the same as now")
     elif out.exists() and out.stat().st_size:
         raise TrainingError(
             f"{out} exists, but {path.name} does not: it was not written by `hf-dflash data`; choose another --out"
         )
     else:
         atomic_write(path, json.dumps(current, indent=2) + "\n")
+
+
+def _read_settings(path: Path) -> dict[str, Any]:
+    try:
+        stored = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise TrainingError(f"{path} cannot be read ({error}); choose another --out") from error
+    if not isinstance(stored, dict):
+        raise TrainingError(f"{path}: found a {type(stored).__name__}, expected a JSON object; choose another --out")
+    return stored

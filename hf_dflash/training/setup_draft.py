@@ -10,7 +10,8 @@ import torch
 from torch import nn
 
 from hf_dflash.draft.configuration_dflash import DFlashConfig
-from hf_dflash.draft.errors import TrainingError
+from hf_dflash.draft.errors import CheckpointError, TrainingError
+from hf_dflash.draft.layouts import VERSION_2_KEYS
 from hf_dflash.draft.modeling_dflash import DFlashDraftModel
 from hf_dflash.target.target import Target
 from hf_dflash.training.settings import TrainingSettings
@@ -102,7 +103,28 @@ def _reserved_token_ids(target: Target, tokenizer: Any) -> dict[int, str]:
 
 def make_config(target: Target, settings: TrainingSettings, mask_token_id: int) -> DFlashConfig:
     """Make the configuration of a new draft, with the target's sizes unless the settings override them."""
-    text = target.text_config
+    values = _config_values(target.text_config, settings, target.num_embeddings, target.name)
+    return DFlashConfig(**values | {"mask_token_id": mask_token_id})
+
+
+def check_target(settings: TrainingSettings, text_config: Any, name: str) -> None:
+    """Check the settings of a new draft against its target's configuration, before the weights are loaded.
+
+    Raises:
+        TrainingError: they do not fit (taps, attention heads, convolution groups, ...); all problems are listed.
+    """
+    try:
+        values = _config_values(text_config, settings, getattr(text_config, "vocab_size", None), name)
+    except AttributeError:
+        return  # nothing that a draft can be shaped after: what is missing is named once the target is loaded
+    try:
+        DFlashConfig(**values | {"mask_token_id": 0})
+    except CheckpointError as error:
+        raise TrainingError(f"the settings do not fit the target {name}: {error}") from error
+
+
+def _config_values(text: Any, settings: TrainingSettings, vocab_size: int | None, name: str) -> dict[str, Any]:
+    """Return the values of a new draft's configuration but for the mask token."""
     layers = settings.layers
     taps = settings.taps or default_taps(text.num_hidden_layers, settings.num_taps)
     heads = settings.num_attention_heads or text.num_attention_heads
@@ -114,36 +136,35 @@ def make_config(target: Target, settings: TrainingSettings, mask_token_id: int) 
     }
     sliding = settings.sliding_window is not None
     causal = settings.sliding_causal if settings.version == 1 else False
-    return DFlashConfig(
-        dflash_version=settings.version,
-        hidden_size=text.hidden_size,
-        intermediate_size=settings.intermediate_size or text.intermediate_size,
-        num_hidden_layers=layers,
-        num_attention_heads=heads,
-        num_key_value_heads=settings.num_key_value_heads or getattr(text, "num_key_value_heads", heads) or heads,
-        head_dim=settings.head_dim or getattr(text, "head_dim", None) or text.hidden_size // heads,
-        rms_norm_eps=getattr(text, "rms_norm_eps", 1e-6),
-        max_position_embeddings=text.max_position_embeddings,
-        rope_parameters={"rope_type": "default", "rope_theta": settings.rope_theta or _rope_theta(text)},
-        vocab_size=target.num_embeddings,
-        initializer_range=getattr(text, "initializer_range", 0.02),
-        block_size=settings.block_size,
-        mask_token_id=mask_token_id,
-        target_layer_ids=taps,
-        final_logit_softcapping=getattr(text, "final_logit_softcapping", None) or None,
-        layer_types=["sliding_attention" if sliding else "full_attention"] * layers,
-        sliding_window=settings.sliding_window,
-        layer_causal=[sliding and causal] * layers,
-        target_name_or_path=target.name,
-        target_hidden_size=text.hidden_size,
-        target_vocab_size=target.num_embeddings,
-        target_num_hidden_layers=text.num_hidden_layers,
+    return {
+        "dflash_version": settings.version,
+        "hidden_size": text.hidden_size,
+        "intermediate_size": settings.intermediate_size or text.intermediate_size,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": settings.num_key_value_heads or getattr(text, "num_key_value_heads", heads) or heads,
+        "head_dim": settings.head_dim or getattr(text, "head_dim", None) or text.hidden_size // heads,
+        "rms_norm_eps": getattr(text, "rms_norm_eps", 1e-6),
+        "max_position_embeddings": text.max_position_embeddings,
+        "rope_parameters": {"rope_type": "default", "rope_theta": settings.rope_theta or _rope_theta(text)},
+        "vocab_size": vocab_size,
+        "initializer_range": getattr(text, "initializer_range", 0.02),
+        "block_size": settings.block_size,
+        "target_layer_ids": taps,
+        "final_logit_softcapping": getattr(text, "final_logit_softcapping", None) or None,
+        "layer_types": ["sliding_attention" if sliding else "full_attention"] * layers,
+        "sliding_window": settings.sliding_window,
+        "layer_causal": [sliding and causal] * layers,
+        "target_name_or_path": name,
+        "target_hidden_size": text.hidden_size,
+        "target_vocab_size": vocab_size,
+        "target_num_hidden_layers": text.num_hidden_layers,
         # A draft has no special tokens of its own, so do not store transformers' defaults.
-        bos_token_id=None,
-        eos_token_id=None,
-        pad_token_id=None,
+        "bos_token_id": None,
+        "eos_token_id": None,
+        "pad_token_id": None,
         **(version_2 if settings.version == 2 else {}),
-    )
+    }
 
 
 def _rope_theta(text_config: Any) -> float:
@@ -237,13 +258,42 @@ def check_warm_start(draft: DFlashDraftModel, target: Target, settings: Training
             f"warm_start: the draft taps layers {config.target_layer_ids}, but {target.name} has "
             f"{text.num_hidden_layers}"
         )
-    for name, value in (
-        ("block_size", config.block_size),
-        ("taps", config.target_layer_ids),
-        ("version", config.dflash_version),
-    ):
+    check_warm_start_settings(config, settings)
+
+
+def check_warm_start_settings(config: DFlashConfig, settings: TrainingSettings) -> None:
+    """Check that no setting was given otherwise than the draft to start from has it, be it with the default value.
+
+    Raises:
+        TrainingError: the draft has other values; all are listed.
+    """
+    sliding = "sliding_attention" in config.layer_types
+    fixed = {
+        "version": config.dflash_version,
+        "layers": config.num_hidden_layers,
+        "block_size": config.block_size,
+        "taps": list(config.target_layer_ids),
+        "num_taps": len(config.target_layer_ids),
+        "mask_token_id": config.mask_token_id,
+        "sliding_window": config.sliding_window if sliding else None,
+        "intermediate_size": config.intermediate_size,
+        "num_attention_heads": config.num_attention_heads,
+        "num_key_value_heads": config.num_key_value_heads,
+        "head_dim": config.head_dim,
+        "rope_theta": config.rope_parameters["rope_theta"],
+    }
+    # These have no effect on other drafts, new ones included.
+    if sliding and config.dflash_version == 1:
+        fixed["sliding_causal"] = all(config.layer_causal)
+    if config.dflash_version == 2:
+        fixed |= {key: getattr(config, key) for key in VERSION_2_KEYS}
+    problems = {}
+    for name, value in fixed.items():
         requested = getattr(settings, name)
-        if requested not in (None, value) and name in settings.named:
-            raise TrainingError(
-                f"warm_start: the draft has {name} {value}, but the settings have {requested}; do not set {name}"
-            )
+        requested = list(requested) if isinstance(requested, tuple) else requested
+        if name in settings.given and requested not in (None, value):
+            problems[name] = f"the draft has {name} {value}, but the settings have {requested}"
+    if "initial_weights" in settings.given:
+        problems["initial_weights"] = f"the draft has weights, but the settings have {settings.initial_weights!r} ones"
+    if problems:
+        raise TrainingError(f"warm_start: {'; '.join(problems.values())}; do not set {', '.join(problems)}")

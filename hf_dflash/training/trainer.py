@@ -1,33 +1,32 @@
 """transformers' Trainer with a draft's loss and evaluation, and its callbacks (Ctrl-C, complete checkpoints).
 
-Logging, mixed precision, multi-device training, resuming and `report_to` are left to transformers.
+Logging, mixed precision, multi-device training, resuming and `report_to` are left to transformers, what is in the
+folder of a run to `folder`.
 """
 
-import json
-import shutil
 import signal
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
-from transformers.trainer_utils import get_last_checkpoint
-from transformers.utils import logging
+from transformers.training_args import ParallelMode
 
-from hf_dflash.draft.errors import TrainingError
 from hf_dflash.draft.modeling_dflash import DFlashDraftModel
-from hf_dflash.files import atomic_write
+from hf_dflash.logs import get_logger
 from hf_dflash.target.target import Target
 from hf_dflash.training.evaluation import Acceptance, measure_acceptance
+from hf_dflash.training.folder import claim_checkpoint, complete_checkpoint
 from hf_dflash.training.objective import Objective
 from hf_dflash.training.records import Record, RecordDataset, collate
 from hf_dflash.training.settings import TrainingSettings
 
-logger = logging.get_logger(__name__)
+logger = get_logger(__name__)
 
-COMPLETE = "complete"
-"""Marker file, written last: a checkpoint without it is incomplete and not resumed from."""
+LATE_SIGNAL = 2.0
+"""Seconds that a process waits for its own Ctrl-C after the others have stopped because of theirs."""
 
 
 class DraftTrainer(Trainer):
@@ -84,53 +83,90 @@ class DraftTrainer(Trainer):
         self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
         return metrics
 
+    def _save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
+        """Save a checkpoint into a folder of its own, and return when all processes have written their part."""
+        if self.args.should_save:
+            claim_checkpoint(checkpoint_folder(self.args, self.state))
+        self.accelerator.wait_for_everyone()
+        super()._save_checkpoint(*args, **kwargs)
+        self.accelerator.wait_for_everyone()
+
+
+def checkpoint_folder(args: TrainingArguments, state: TrainerState) -> Path:
+    """Return the folder of the checkpoint at the present step."""
+    return Path(args.output_dir) / f"checkpoint-{state.global_step}"
+
 
 class CompleteCheckpoints(TrainerCallback):
-    """Marks a checkpoint as complete once all its files are on disk."""
+    """Marks a checkpoint as complete once all its files are on disk, and deletes the oldest of this run.
+
+    Args:
+        keep: how many complete checkpoints to keep.
+    """
+
+    def __init__(self, keep: int = 2) -> None:
+        self._keep = keep
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        folder = Path(args.output_dir) / f"checkpoint-{state.global_step}"
+        folder = checkpoint_folder(args, state)
         if state.is_world_process_zero and folder.is_dir():
-            atomic_write(folder / COMPLETE, json.dumps({"step": state.global_step}))
+            complete_checkpoint(folder, self._keep)
 
 
 class StopOnInterrupt(TrainerCallback):
-    """Stops after the current step and saves a checkpoint on the first Ctrl-C; stops immediately on the second."""
+    """Stops after the current step and saves a checkpoint on the first Ctrl-C; stops immediately on the second.
+
+    The signals of several processes arrive at different moments. So that all stop after the same step, they agree at
+    the end of each: a sum over one integer, next to that over the gradients.
+
+    Attributes:
+        interrupted: whether training was stopped by Ctrl-C; the same in every process.
+    """
 
     def __init__(self) -> None:
         self.interrupted = False
+        self._signaled = False
+        self._installed = False
         self._previous_handler: Any = None
 
     def on_train_begin(self, *args: Any, **kwargs: Any) -> None:
         try:
             self._previous_handler = signal.signal(signal.SIGINT, self._interrupt)
+            self._installed = True
         except ValueError:  # not the main thread, where no handler can be set; Ctrl-C reaches the main thread anyway
-            self._previous_handler = None
+            pass
 
     def _interrupt(self, number: int, frame: Any) -> None:
-        if self.interrupted:
+        if self._signaled:
             raise KeyboardInterrupt
-        self.interrupted = True
+        self._signaled = True
 
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> TrainerControl:
-        if self.interrupted:
+        if self._any_signaled(args):
+            self.interrupted = True
             control.should_save = control.should_training_stop = True
         return control
 
-    def on_train_end(self, *args: Any, **kwargs: Any) -> None:
-        if self._previous_handler is not None:
-            signal.signal(signal.SIGINT, self._previous_handler)
+    def _any_signaled(self, args: TrainingArguments) -> bool:
+        if args.world_size == 1:
+            return self._signaled
+        signaled = torch.tensor(int(self._signaled), device=args.device)
+        torch.distributed.all_reduce(signaled)
+        return bool(signaled)
 
-
-def last_complete_checkpoint(out: str | Path) -> Path | None:
-    """Return the latest complete checkpoint under `out`, removing newer incomplete ones."""
-    while Path(out).is_dir() and (latest := get_last_checkpoint(str(out))) is not None:
-        if (Path(latest) / COMPLETE).exists():
-            return Path(latest)
-        shutil.rmtree(latest)
-    return None
+    def restore(self) -> None:
+        """Give Ctrl-C back to its earlier handler; call it however training ended."""
+        if not self._installed:
+            return
+        # The user pressed Ctrl-C once: a signal that is late here must not end what follows a clean stop.
+        end = time.monotonic() + (LATE_SIGNAL if self.interrupted else 0)
+        while not self._signaled and time.monotonic() < end:
+            time.sleep(0.05)
+        previous = signal.SIG_DFL if self._previous_handler is None else self._previous_handler
+        signal.signal(signal.SIGINT, previous)
+        self._installed = False
 
 
 def make_arguments(settings: TrainingSettings) -> TrainingArguments:
@@ -158,45 +194,15 @@ def make_arguments(settings: TrainingSettings) -> TrainingArguments:
         eval_steps=settings.evaluate_every,
         save_strategy="steps",
         save_steps=settings.save_every,
-        save_total_limit=settings.keep,
         report_to=settings.report_to,
         remove_unused_columns=False,
         dataloader_pin_memory=False,
         ddp_find_unused_parameters=False,
         disable_tqdm=None,
     )
-    logger.info(f"training on {arguments.device}")  # `device` initializes the process group
+    device = arguments.device  # also initializes the process group
+    if arguments.parallel_mode == ParallelMode.NOT_DISTRIBUTED:
+        # transformers would replicate the draft on every visible GPU (DataParallel). One process uses one device.
+        logger.warning(f"Training on {device}, one of {arguments.n_gpu} GPUs. To use them all, start with `torchrun`.")
+        arguments._n_gpu = 1
     return arguments
-
-
-def check_resume(out: Path, settings_file: Path, settings: TrainingSettings) -> Path:
-    """Return the checkpoint to resume from.
-
-    Raises:
-        TrainingError: there is none, or it was trained with different settings.
-    """
-    checkpoint = last_complete_checkpoint(out)
-    if checkpoint is None:
-        raise TrainingError(
-            f"--resume: {out} has no complete checkpoint; start without --resume, or set --out to the folder of the run"
-        )
-    stored = TrainingSettings.from_yaml(settings_file)
-    may_differ = {
-        "out",
-        "log_every",
-        "evaluate_every",
-        "save_every",
-        "keep",
-        "report_to",
-        "final_prompts",
-        "final_tokens",
-        "layout",
-    }
-    mismatches = [
-        f"{name} {getattr(stored, name)!r} (now {getattr(settings, name)!r})"
-        for name in sorted(vars(stored))
-        if name not in may_differ and getattr(stored, name) != getattr(settings, name)
-    ]
-    if mismatches:
-        raise TrainingError(f"--resume: {out} was trained with different settings: {'; '.join(mismatches)}")
-    return checkpoint

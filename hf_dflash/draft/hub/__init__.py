@@ -13,6 +13,7 @@ from hf_dflash.draft.errors import CheckpointError
 from hf_dflash.draft.hub.card import model_card
 from hf_dflash.draft.loading import is_draft_checkpoint, load_draft
 from hf_dflash.files import atomic_folder
+from hf_dflash.ownership import foreign_files, record_made, shorten
 
 _CUSTOM_GENERATE = Path("custom_generate")
 _REQUIREMENTS = "hf-dflash\n"
@@ -39,7 +40,7 @@ def export_draft(
         target: Hub id of the target, for the card and the configuration; default: the checkpoint's.
         dtype: to store in; default: the checkpoint's.
         max_shard_size: size limit of a weight file, in bytes or as "5GB".
-        force: replace `destination` if it already holds a draft.
+        force: replace `destination` if it holds a draft that an earlier export or `save_draft` wrote, and nothing else.
         options: further options of `load_draft` (`revision`, `token`, ...).
 
     Returns:
@@ -49,22 +50,24 @@ def export_draft(
         CheckpointError: the source cannot be loaded, or the destination is in use.
     """
     destination = Path(destination).absolute()
-    _check_free(destination, force)
+    place = destination.resolve()  # through a link, the folder that it leads to is written
+    _check_free(place, force)
     draft = load_draft(source, dtype=dtype, **options)
     if target is not None:
         draft.config.target_name_or_path = target
-    with atomic_folder(destination) as folder:
+    with atomic_folder(place) as folder:
         # Also saves the network's code: the class is registered for AutoModel.
         draft.save_pretrained(folder, max_shard_size=max_shard_size)
         (folder / "README.md").write_text(model_card(draft), encoding="utf-8")
         (folder / _CUSTOM_GENERATE).mkdir()
         shutil.copyfile(Path(__file__).with_name("generate.py"), folder / _CUSTOM_GENERATE / "generate.py")
         (folder / _CUSTOM_GENERATE / "requirements.txt").write_text(_REQUIREMENTS, encoding="utf-8")
+        record_made(folder)
     return destination
 
 
 def _check_free(destination: Path, force: bool) -> None:
-    """Refuse to overwrite anything; with `force`, anything but a draft."""
+    """Refuse to overwrite anything; with `force`, anything but an earlier export and nothing else."""
     if not destination.exists() or (destination.is_dir() and not any(destination.iterdir())):
         return
     if not force:
@@ -75,6 +78,11 @@ def _check_free(destination: Path, force: bool) -> None:
         raise CheckpointError(
             f"{destination} does not hold a DFlash draft, so it is not replaced, not even with --force. "
             "Choose another folder or empty it yourself."
+        )
+    if foreign := foreign_files(destination):
+        raise CheckpointError(
+            f"{destination} holds files that hf-dflash did not verifiably write ({shorten(foreign)}), so it is not "
+            "replaced, not even with --force. Choose another folder, or move these files."
         )
 
 

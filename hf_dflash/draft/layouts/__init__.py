@@ -8,7 +8,7 @@ tensors only names and shapes are used. Reading collects problems, so that `insp
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from hf_dflash.draft.configuration_dflash import DFlashConfig, is_integer, join_problems
+from hf_dflash.draft.configuration_dflash import MAXIMA, DFlashConfig, format_value, is_integer, join_problems
 from hf_dflash.draft.errors import CheckpointError
 from hf_dflash.draft.layouts.readers import (
     NETWORK_KEYS,
@@ -22,9 +22,14 @@ from hf_dflash.draft.layouts.readers import (
     read_z_lab,
 )
 from hf_dflash.draft.layouts.reading import Reading, architectures, submapping
-from hf_dflash.draft.layouts.refusals import unsupported_family
+from hf_dflash.draft.layouts.refusals import looks_like_target, unsupported_family
 
 Shapes = Mapping[str, tuple[int, ...]]
+
+_SWAPPED = (
+    " It looks like a target: if target and draft were swapped, swap them back (on the command line, `--target` takes "
+    "the target and `--draft` the draft)."
+)
 
 
 @dataclass(frozen=True)
@@ -56,6 +61,10 @@ class Layout:
 
 def _nested_has(*keys: str) -> Callable[[Mapping], bool]:
     return lambda raw: any(key in submapping(raw, "dflash_config") for key in keys)
+
+
+def _is_list_of_strings(value: object) -> bool:
+    return isinstance(value, list) and all(isinstance(entry, str) for entry in value)
 
 
 # The first match wins. `model_type` does not identify z-lab's drafts: theirs is `qwen3`.
@@ -119,12 +128,17 @@ def read(raw: Mapping, shapes: Shapes | None = None) -> tuple[Layout, Reading]:
     if layout is None:
         kind = raw.get("speculators_model_type") or raw.get("model_type") or "without model_type"
         raise CheckpointError(
-            f"This is not a DFlash draft ({kind}, architectures {architectures(raw)}): its config.json has no "
+            f"This is not a DFlash draft ({kind if isinstance(kind, str) else format_value(kind)}, architectures "
+            f"{format_value(architectures(raw))}): its config.json has no "
             "`dflash_config`, no `speculators_model_type` of dflash or dflash2 and no architecture of a published "
-            "draft. An ordinary model cannot propose blocks."
+            f"draft. An ordinary model cannot propose blocks.{_SWAPPED if looks_like_target(raw) else ''}"
         )
     reading = layout.read(raw)
-    reading.values["source_layout"] = raw.get("source_layout") or layout.name
+    for key in ("model_type", "speculators_model_type"):
+        reading.typed(raw, key, lambda value: isinstance(value, str), "a string")
+    reading.typed(raw, "architectures", _is_list_of_strings, "a list of strings")
+    own = raw.get("source_layout")
+    reading.values["source_layout"] = layout.name if own is None else own
     if shapes is not None:
         _apply_shapes(reading, {layout.rename(name): tuple(shape) for name, shape in shapes.items()})
     return layout, reading
@@ -137,20 +151,22 @@ def _apply_shapes(reading: Reading, shapes: Mapping[str | None, tuple[int, ...]]
     head, reduced = shapes.get("lm_head.weight"), values.get("draft_vocab_size")
     if head is None and reduced is not None:
         reading.problems.append(
-            f"`draft_vocab_size` is {reduced!r}, but the checkpoint has no `lm_head.weight` for it."
+            f"`draft_vocab_size` is {format_value(reduced)}, but the checkpoint has no `lm_head.weight` for it."
         )
-    if head is not None and reduced is None:
+    if head and reduced is None:
         values["draft_vocab_size"] = head[0]
         reading.places["draft_vocab_size"] = "the shape of `lm_head.weight`"
 
     taps, fc = values.get("target_layer_ids"), shapes.get("fc.weight")
     width = values.get("target_hidden_size") or values.get("hidden_size")
-    if fc is None or len(fc) != 2 or not isinstance(taps, list) or not is_integer(width) or width < 1:
+    if fc is None or len(fc) != 2 or not isinstance(taps, list):
+        return
+    if not is_integer(width) or not 0 < width <= MAXIMA["hidden_size"]:
         return
     if len(taps) * width != fc[1]:
         fits = f"{fc[1] // width} taps" if fc[1] % width == 0 else "not a whole number of taps"
         reading.problems.append(
-            f"`target_layer_ids` {taps} does not fit `fc.weight`: {len(taps)} taps of width {width} make "
+            f"`target_layer_ids` {format_value(taps)} does not fit `fc.weight`: {len(taps)} taps of width {width} make "
             f"{len(taps) * width} inputs, but `fc.in_features` is {fc[1]} ({fits}). Get the taps from the draft's "
             "author."
         )

@@ -8,7 +8,7 @@ from typing import Any
 
 from transformers import PreTrainedConfig
 
-from hf_dflash.draft.configuration_dflash import FOREIGN_KEYS, DFlashConfig, is_integer
+from hf_dflash.draft.configuration_dflash import FOREIGN_KEYS, DFlashConfig, format_value, is_integer
 from hf_dflash.draft.layouts.reading import Reading, Scopes, architectures, submapping
 from hf_dflash.draft.layouts.refusals import OPTIONS, reject_options
 from hf_dflash.draft.layouts.rope import read_rope
@@ -45,7 +45,7 @@ def is_version_2(raw: Mapping) -> bool:
 def read_z_lab(raw: Mapping) -> Reading:
     """Read layouts A, B, D and F: a Qwen3 configuration with a `dflash_config`; a key may be in either."""
     reading = Reading()
-    nested = submapping(raw, "dflash_config")
+    nested = reading.mapping(raw, "dflash_config")
     scopes = [("dflash_config.", nested), ("", raw)]
     look = Scopes(reading, scopes)
     look.take((*NETWORK_KEYS, *OUTPUT_KEYS, *VERSION_2_KEYS, "target_hidden_size"))
@@ -54,8 +54,10 @@ def read_z_lab(raw: Mapping) -> Reading:
     reading.values["dflash_version"] = 2 if is_version_2(raw) else 1
 
     look.take_as("sliding_window", "swa_window_size", "sliding_window")
-    types = look.take_as("layer_types", "layer_types") or _default_layer_types(reading, raw)
-    if nested.get("use_swa") and isinstance(types, list) and "sliding_attention" not in types:
+    types = look.take_as("layer_types", "layer_types")
+    types = _default_layer_types(reading, raw) if types is None else types
+    use_swa = reading.flag(nested, "use_swa", "dflash_config.")
+    if use_swa and isinstance(types, list) and "sliding_attention" not in types:
         # Model-Optimizer lists full layers, and this flag makes all of them slide.
         types = ["sliding_attention"] * len(types)
     _set_layers(reading, types)
@@ -66,7 +68,7 @@ def read_z_lab(raw: Mapping) -> Reading:
             break
     known = look.requested | OPTIONS | {"use_swa", "causal"}
     reading.warnings += [
-        f"`dflash_config.{key}` ({value!r}) is unknown and is ignored."
+        f"`dflash_config.{key}` ({format_value(value)}) is unknown and is ignored."
         for key, value in nested.items()
         if value is not None and key not in known
     ]
@@ -82,8 +84,8 @@ def read_muse(raw: Mapping) -> Reading:
     look.take((*NETWORK_KEYS, *OUTPUT_KEYS, "block_size", "mask_token_id", "target_layer_ids", "sliding_window"))
     look.take_as("target_num_hidden_layers", "num_target_layers")
     types = look.take_as("layer_types", "layer_types")
-    layers = reading.values.get("num_hidden_layers")
-    _set_layers(reading, types or (["sliding_attention"] * layers if is_integer(layers) else None))
+    layers = reading.num_layers()
+    _set_layers(reading, ["sliding_attention"] * layers if types is None and layers is not None else types)
     _set_causal(reading, "model_type", False)
     _read_common(reading, raw, scopes, rope_scopes=scopes, whole_heads_only=False)
     return reading
@@ -92,7 +94,7 @@ def read_muse(raw: Mapping) -> Reading:
 def read_speculators(raw: Mapping) -> Reading:
     """Read layout G: the decoder in `transformer_layer_config`, 1-based tap ids, possibly a smaller vocabulary."""
     reading = Reading()
-    inner = submapping(raw, "transformer_layer_config")
+    inner = reading.mapping(raw, "transformer_layer_config")
     scopes = [("transformer_layer_config.", inner), ("", raw)]
     Scopes(reading, scopes).take((*NETWORK_KEYS, "layer_types", "sliding_window"))
     look = Scopes(reading, [("", raw)])
@@ -105,16 +107,17 @@ def read_speculators(raw: Mapping) -> Reading:
         # In speculators 0 is the embedding: its 2 is hidden_states[2], the output of decoder layer 1.
         reading.values["target_layer_ids"] = [layer - 1 for layer in ids]
         reading.places["target_layer_ids"] += ", each minus 1"
-    _set_layers(reading, reading.values.get("layer_types") or _default_layer_types(reading, inner))
+    types = reading.values.get("layer_types")
+    _set_layers(reading, _default_layer_types(reading, inner, "transformer_layer_config.") if types is None else types)
     # Full layers see the whole block; sliding ones do if this key is set, by default in DFlash 2 only.
-    free = raw.get("sliding_window_non_causal")
+    free = reading.flag(raw, "sliding_window_non_causal")
     if free or (free is None and version == 2):
         _set_causal(reading, "sliding_window_non_causal", False)
 
     if reading.values.get("draft_vocab_size") == reading.values.get("vocab_size"):
         # The full vocabulary: the target's head is used, unless the file has one.
         reading.values.pop("draft_vocab_size", None)
-    verifier = submapping(submapping(raw, "speculators_config"), "verifier")
+    verifier = reading.mapping(reading.mapping(raw, "speculators_config"), "verifier", "speculators_config.")
     reading.values["target_name_or_path"] = verifier.get("name_or_path")
     _read_common(reading, raw, scopes, rope_scopes=scopes, whole_heads_only=True)
     return reading
@@ -133,14 +136,14 @@ def read_canonical(raw: Mapping) -> Reading:
     return reading
 
 
-def _default_layer_types(reading: Reading, raw: Mapping) -> list[str] | None:
+def _default_layer_types(reading: Reading, raw: Mapping, prefix: str = "") -> list[str] | None:
     """Apply Qwen3's rule for a configuration without layer types."""
-    layers = reading.values.get("num_hidden_layers")
-    if not is_integer(layers):
+    layers = reading.num_layers()
+    if layers is None:
         return None
-    first = raw.get("max_window_layers")
-    first = first if is_integer(first) else _MAX_WINDOW_LAYERS
-    first = first if raw.get("use_sliding_window") else layers
+    first = reading.typed(raw, "max_window_layers", is_integer, "an integer", prefix)
+    first = _MAX_WINDOW_LAYERS if first is None else first
+    first = first if reading.flag(raw, "use_sliding_window", prefix) else layers
     return ["sliding_attention" if index >= first else "full_attention" for index in range(layers)]
 
 
@@ -155,9 +158,9 @@ def _set_layers(reading: Reading, types: Any) -> None:
 def _set_causal(reading: Reading, place: str, causal: Any) -> None:
     """Set the same causality for every layer."""
     if not isinstance(causal, bool):
-        reading.problems.append(f"`{place}` must be true, false or null; found {causal!r}.")
-    layers = reading.values.get("num_hidden_layers")
-    if is_integer(layers):
+        reading.problems.append(f"`{place}` must be true, false or null; found {format_value(causal)}.")
+    layers = reading.num_layers()
+    if layers is not None:
         reading.values["layer_causal"] = [bool(causal)] * layers
 
 
@@ -172,14 +175,22 @@ def _read_common(
     """Read what all published layouts share: RoPE, unsupported options, the target's vocabulary, special tokens."""
     read_rope(reading, rope_scopes, whole_heads_only)
     reject_options(reading, scopes)
-    if reading.values.get("final_logit_softcapping") == 0:
+    cap = reading.values.get("final_logit_softcapping")
+    if cap == 0 and not isinstance(cap, bool):
         # Published configurations use 0 for "no cap".
         del reading.values["final_logit_softcapping"]
     if reading.values.get("vocab_size") is not None:
         reading.values["target_vocab_size"] = reading.values["vocab_size"]
     for key in ("eos_token_id", "pad_token_id"):
-        special = next((mapping[key] for _, mapping in scopes if mapping.get(key) is not None), None)
+        needed = "a token id, a list of them"
+        ids = [reading.typed(mapping, key, _is_special, needed, prefix) for prefix, mapping in scopes]
+        special = next((found for found in ids if found is not None), None)
         reading.warnings += mask_warnings(reading.values.get("mask_token_id"), key, special)
+
+
+def _is_special(value: Any) -> bool:
+    """Return whether a value may be `eos_token_id` or `pad_token_id`."""
+    return is_integer(value) or (isinstance(value, list) and all(map(is_integer, value)))
 
 
 def mask_warnings(mask_token_id: Any, key: str, special: Any) -> list[str]:

@@ -3,11 +3,11 @@
 For each key, a nested dictionary takes precedence over the top level, and a null counts as absent.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from hf_dflash.draft.configuration_dflash import find_problems
+from hf_dflash.draft.configuration_dflash import MAXIMA, find_problems, format_value, is_integer
 
 
 @dataclass
@@ -28,6 +28,28 @@ class Reading:
     def all_problems(self) -> list[str]:
         """Return the problems found while reading, then those of the values themselves."""
         return [*self.problems, *find_problems(self.values, self.places)]
+
+    def typed(self, raw: Mapping, key: str, accepts: Callable[[Any], bool], needed: str, prefix: str = "") -> Any:
+        """Return the value under a key, or None if it is absent; a value of another type is a problem and None too."""
+        value = raw.get(key)
+        if value is None or accepts(value):
+            return value
+        found = f"{format_value(value)} ({type(value).__name__})"
+        self.problems.append(f"{format_place(prefix, key)} must be {needed} or null; found {found}.")
+        return None
+
+    def flag(self, raw: Mapping, key: str, prefix: str = "") -> bool | None:
+        """Return the boolean under a key; the string "false" is none."""
+        return self.typed(raw, key, lambda value: isinstance(value, bool), "true, false", prefix)
+
+    def mapping(self, raw: Mapping, key: str, prefix: str = "") -> Mapping:
+        """Return the dictionary under a key, or an empty one if there is none."""
+        return self.typed(raw, key, lambda value: isinstance(value, Mapping), "a mapping", prefix) or {}
+
+    def num_layers(self) -> int | None:
+        """Return `num_hidden_layers` if it is valid, so that a list with an entry per layer can be made."""
+        layers = self.values.get("num_hidden_layers")
+        return layers if is_integer(layers) and 0 < layers <= MAXIMA["num_hidden_layers"] else None
 
 
 class Scopes:

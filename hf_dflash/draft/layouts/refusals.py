@@ -5,6 +5,12 @@ Each is rejected by name, because ignoring one would only show as low acceptance
 
 from collections.abc import Iterable, Mapping
 
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+)
+
+from hf_dflash.draft.configuration_dflash import format_value
 from hf_dflash.draft.layouts.reading import Reading, architectures, format_place, submapping
 
 # key, the values that have no effect, what any other value means
@@ -33,8 +39,24 @@ def reject_options(reading: Reading, scopes: Iterable[tuple[str, Mapping]]) -> N
     for prefix, mapping in scopes:
         for key, (harmless, meaning) in _OPTIONS.items():
             value = mapping.get(key)
-            if value is not None and value not in harmless:
-                reading.problems.append(f"{format_place(prefix, key)} is {value!r}, which is not supported: {meaning}.")
+            if value is not None and not any(_equal(value, one) for one in harmless):
+                found = f"{format_place(prefix, key)} is {format_value(value)}"
+                reading.problems.append(f"{found}, which is not supported: {meaning}.")
+
+
+def _equal(value: object, other: object) -> bool:
+    """Compare two values; unlike in Python, 0 is not False and 1.0 is not True."""
+    return value == other and isinstance(value, bool) == isinstance(other, bool)
+
+
+def looks_like_target(raw: Mapping) -> bool:
+    """Return whether a `config.json` that is no draft describes a model that could be a target."""
+    names, model_type = architectures(raw), raw.get("model_type")
+    if raw.get("speculators_model_type") is not None or not isinstance(model_type, str):
+        return False
+    if names:
+        return any(name.endswith(("ForCausalLM", "ForConditionalGeneration")) for name in names)
+    return model_type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES or model_type in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
 
 
 def unsupported_family(raw: Mapping) -> str | None:

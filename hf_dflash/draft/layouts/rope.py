@@ -7,8 +7,8 @@ draft's positions are one-dimensional. Whether the values are valid is checked b
 from collections.abc import Mapping
 from typing import Any
 
-from hf_dflash.draft.configuration_dflash import LAYER_TYPES, ROPE_REQUIRED_KEYS
-from hf_dflash.draft.layouts.reading import Reading, format_place, submapping
+from hf_dflash.draft.configuration_dflash import LAYER_TYPES, ROPE_REQUIRED_KEYS, format_value, is_number
+from hf_dflash.draft.layouts.reading import Reading, format_place
 
 _OPTIONAL_KEYS = {
     "yarn": ("attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate"),
@@ -41,7 +41,7 @@ def read_rope(reading: Reading, scopes: list[tuple[str, Mapping]], whole_heads_o
         looked.append(format_place(place, "rope_theta"))
         for key, value in mapping.items():
             if key not in _KNOWN_KEYS and value is not None:
-                reading.problems.append(f"`{place}{key}` ({value!r}) is an unknown RoPE option.")
+                reading.problems.append(f"`{place}{key}` ({format_value(value)}) is an unknown RoPE option.")
             canonical = "rope_type" if key == "type" else key
             if key in _KNOWN_KEYS and value is not None and canonical not in found:
                 found[canonical] = value
@@ -52,7 +52,11 @@ def read_rope(reading: Reading, scopes: list[tuple[str, Mapping]], whole_heads_o
     if rope_type == "mrope":
         rope_type = found["rope_type"] = "default"
     partial = found.get("partial_rotary_factor")
-    if partial not in (None, 1) and rope_type != "proportional" and (whole_heads_only or rope_type != "default"):
+    if partial is not None and not is_number(partial):
+        reading.problems.append(
+            f"{reading.places['partial_rotary_factor']} must be a number or null; found {format_value(partial)}."
+        )
+    elif partial not in (None, 1) and rope_type != "proportional" and (whole_heads_only or rope_type != "default"):
         reading.problems.append(
             f"{reading.places['partial_rotary_factor']} is {partial!r}: rotating only part of a head is not supported."
         )
@@ -65,7 +69,7 @@ def read_rope(reading: Reading, scopes: list[tuple[str, Mapping]], whole_heads_o
 def _sources(reading: Reading, scopes: list[tuple[str, Mapping]]) -> list[tuple[str, Mapping]]:
     """Return the dictionaries that may hold RoPE values, in lookup order, each with its prefix."""
     nested = [
-        _by_layer_type(reading, f"{prefix}{key}.", submapping(raw, key))
+        _by_layer_type(reading, f"{prefix}{key}.", reading.mapping(raw, key, prefix))
         for key in ("rope_parameters", "rope_scaling")
         for prefix, raw in scopes
     ]

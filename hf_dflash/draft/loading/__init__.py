@@ -10,10 +10,12 @@ from typing import Any
 
 import torch
 
+from hf_dflash.draft.configuration_dflash import format_value
 from hf_dflash.draft.errors import CheckpointError, DraftDtypeError
 from hf_dflash.draft.loading.adopting import adopt_draft, is_draft
 from hf_dflash.draft.loading.checkpoint import (
     HUB_OPTIONS,
+    STORED_DTYPES,
     Checkpoint,
     has_full_head,
     is_draft_checkpoint,
@@ -21,9 +23,6 @@ from hf_dflash.draft.loading.checkpoint import (
 )
 from hf_dflash.draft.loading.pairing import TargetFacts, check_pairing, pairing_problems, pairing_warnings
 from hf_dflash.draft.modeling_dflash import FP16_REASON, DFlashDraftModel, DFlashPreTrainedModel
-
-# safetensors' names of the dtypes that a draft may be stored in.
-_STORED_DTYPES = {"BF16": torch.bfloat16, "F32": torch.float32, "F16": torch.float16, "F64": torch.float64}
 
 
 def load_draft(
@@ -39,7 +38,7 @@ def load_draft(
 ) -> DFlashDraftModel:
     """Load a DFlash draft from a folder or the Hub, in any published layout.
 
-    Weights are memory-mapped and moved to their device one by one, so they are never in memory twice.
+    Weights are memory-mapped, checked and moved to their device one by one, so they are never in memory twice.
 
     Args:
         name_or_path: a folder, or the id of a Hub repository.
@@ -56,14 +55,15 @@ def load_draft(
         `output_loading_info=True`, a pair of the draft and the loading info, as in transformers.
 
     Raises:
-        CheckpointError: the checkpoint is incomplete, inconsistent or not supported; all problems are listed.
-        DraftDtypeError: float16 was requested, or the checkpoint is stored in float16.
+        CheckpointError: the checkpoint is incomplete, inconsistent or not supported, or weights are NaN or infinite;
+            all problems are listed.
+        DraftDtypeError: float16 was requested, or the checkpoint is stored in it and no dtype was requested.
     """
     options |= {"revision": revision, "token": token}
     hub_options = {key: options.pop(key) for key in HUB_OPTIONS if key in options}
     checkpoint = read_checkpoint(name_or_path, **hub_options)
     if not checkpoint.tensors and not checkpoint.problems:
-        checkpoint.problems.append("The checkpoint has a config.json but no weights: model.safetensors is missing.")
+        checkpoint.problems.append(checkpoint.no_weights)
     config = checkpoint.config()
     if block_size is not None:
         config.block_size = config.checked_block_size(block_size)
@@ -71,7 +71,7 @@ def load_draft(
         warnings.warn(f"{checkpoint.name}: {text}", stacklevel=2)
 
     dtype = resolve_dtype(checkpoint, dtype)
-    state = checkpoint.state_dict()
+    state = checkpoint.state_dict(dtype)
     if has_full_head(config):
         state.setdefault("d2t", torch.zeros(config.draft_vocab_size, dtype=torch.long))
     if "d2t" in state:
@@ -95,21 +95,26 @@ def resolve_dtype(checkpoint: Checkpoint, requested: torch.dtype | str | None = 
     """Return the dtype to run in: the requested one, else the configuration's, else the stored weights', else bfloat16.
 
     Raises:
-        DraftDtypeError: it is float16, or another dtype that a draft cannot run in.
+        DraftDtypeError: it is float16 or another dtype that a draft cannot run in, or none was requested and weights
+            are stored in float16.
     """
     if requested not in (None, "auto"):
         dtype, source = requested, "was requested"
     else:
-        configured = checkpoint.raw.get("dtype") or checkpoint.raw.get("torch_dtype")
-        stored = {_STORED_DTYPES.get(info.dtype) for info in checkpoint.tensors.values()} - {None}
-        dtype = configured or (stored.pop() if len(stored) == 1 else torch.bfloat16)
+        keys = ("dtype", "torch_dtype")
+        configured = next((checkpoint.raw[key] for key in keys if checkpoint.raw.get(key) is not None), None)
+        stored = {STORED_DTYPES.get(checkpoint.tensors[name].dtype) for name in checkpoint.used_tensors()} - {None}
+        dtype = (next(iter(stored)) if len(stored) == 1 else torch.bfloat16) if configured is None else configured
         source = "is the checkpoint's dtype"
-    if isinstance(dtype, str):
-        dtype = getattr(torch, dtype.removeprefix("torch."), dtype)
+        if torch.float16 in stored:
+            dtype, source = torch.float16, "is the checkpoint's dtype (some or all weights are stored in it)"
+    if isinstance(dtype, str) and isinstance(named := getattr(torch, dtype.removeprefix("torch."), None), torch.dtype):
+        dtype = named
     if dtype == torch.float16:
         raise DraftDtypeError(f"float16 {source}. {FP16_REASON}")
     if dtype not in (torch.bfloat16, torch.float32, torch.float64):
-        raise DraftDtypeError(f"{dtype} {source}, but a draft runs in bfloat16 or float32. Pass dtype=torch.bfloat16.")
+        found = dtype if isinstance(dtype, torch.dtype) else format_value(dtype)
+        raise DraftDtypeError(f"{found} {source}, but a draft runs in bfloat16 or float32. Pass dtype=torch.bfloat16.")
     return dtype
 
 

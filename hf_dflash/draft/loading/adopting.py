@@ -12,7 +12,7 @@ from torch import nn
 from hf_dflash.draft.configuration_dflash import DFlashConfig, join_problems
 from hf_dflash.draft.errors import CheckpointError, DraftDtypeError
 from hf_dflash.draft.layouts import read, recognize, unsupported_family
-from hf_dflash.draft.loading.checkpoint import has_full_head, shape_problems
+from hf_dflash.draft.loading.checkpoint import build_on_meta, has_full_head, shape_problems
 from hf_dflash.draft.modeling_dflash import FP16_REASON, DFlashDraftModel
 
 ADOPTED = "_hf_dflash_adopted"
@@ -64,8 +64,7 @@ def _adopt(model: nn.Module) -> DFlashDraftModel:
     device = _only_device(state)
     if any(tensor.dtype == torch.float16 for tensor in state.values()):
         raise DraftDtypeError(FP16_REASON)
-    with torch.device("meta"):
-        draft = DFlashDraftModel(config)
+    draft = build_on_meta(config)
     if has_full_head(config):
         state.setdefault("d2t", torch.zeros(config.draft_vocab_size, dtype=torch.long, device=device))
     draft.load_state_dict(state, assign=True)

@@ -101,7 +101,7 @@ def pairing_problems(config: DFlashConfig, target: TargetFacts) -> list[str]:
             f"{target.name} have size {target.hidden_size}."
         )
     vocabulary = config.target_vocab_size or config.vocab_size
-    if vocabulary is not None and vocabulary != target.vocab_size:
+    if vocabulary is not None and not _same_vocabulary(vocabulary, target.vocab_size):
         problems.append(
             f"{draft} was trained on a vocabulary of {vocabulary}, {target.name} has one of {target.vocab_size}."
         )
@@ -123,7 +123,24 @@ def pairing_problems(config: DFlashConfig, target: TargetFacts) -> list[str]:
 def pairing_warnings(config: DFlashConfig, target: TargetFacts) -> list[str]:
     """Describe what is unusual but not an error in a pair."""
     ids = target.special_ids.items()
-    return [text for key, special in ids for text in mask_warnings(config.mask_token_id, key, special)]
+    found = [text for key, special in ids for text in mask_warnings(config.mask_token_id, key, special)]
+    vocabulary = config.target_vocab_size or config.vocab_size
+    if vocabulary not in (None, target.vocab_size) and _same_vocabulary(vocabulary, target.vocab_size):
+        found.append(
+            f"the draft was trained on a vocabulary of {vocabulary}, the target has one of {target.vocab_size}. The "
+            f"difference is taken for padding: ids from {min(vocabulary, target.vocab_size)} on are never proposed."
+        )
+    return found
+
+
+def _same_vocabulary(one: int, other: int) -> bool:
+    """Return whether two sizes can be those of one vocabulary, as it is and padded or with a few tokens added.
+
+    `resize_token_embeddings(pad_to_multiple_of=64)` adds fewer than 64 rows to the tokenizer's tokens; before it, a
+    model often has 1 % more rows than its tokenizer has tokens (Qwen3: 151936 for 151669).
+    """
+    smaller, difference = min(one, other), abs(one - other)
+    return difference <= max(64, smaller // 100) and 2 * difference <= smaller
 
 
 def draft_name(config: DFlashConfig) -> str:

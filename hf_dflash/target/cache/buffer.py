@@ -37,7 +37,7 @@ class GrowingBuffer:
             keep: how many earlier entries must stay readable if older ones have to make room; None keeps all.
         """
         count = new.shape[-2]
-        if not self._is_writable() or self._end + count > self._storage.shape[-2]:
+        if not self._fits(new) or self._end + count > self._storage.shape[-2]:
             self._make_room(new, len(self) if keep is None else min(keep, len(self)))
         self._storage.narrow(-2, self._end, count).copy_(new)
         self._end += count
@@ -55,11 +55,16 @@ class GrowingBuffer:
         """Return the size of the storage in bytes."""
         return 0 if self._storage is None else self._storage.numel() * self._storage.element_size()
 
-    def _is_writable(self) -> bool:
-        """Whether the storage exists and may be written. Outside `torch.inference_mode`, tensors allocated within it
-        are read-only, so a later turn without it moves the entries to new storage.
+    def _fits(self, new: torch.Tensor) -> bool:
+        """Whether `new` can be written to the storage as it is; if not, the entries move to new storage.
+
+        Outside `torch.inference_mode`, tensors allocated within it are read-only. And between two turns the model may
+        have been cast or moved (`draft.to(...)`): then the earlier entries are cast and moved as well.
         """
-        return self._storage is not None and (torch.is_inference_mode_enabled() or not self._storage.is_inference())
+        storage = self._storage
+        if storage is None or (storage.is_inference() and not torch.is_inference_mode_enabled()):
+            return False
+        return storage.dtype == new.dtype and storage.device == new.device
 
     def _make_room(self, new: torch.Tensor, kept: int) -> None:
         """Move the last `kept` entries to the front, of this or a larger storage, so that `new` fits after them."""
@@ -68,7 +73,7 @@ class GrowingBuffer:
         first_kept = self._end - kept
         # Moving in place is safe only if source and destination do not overlap: 6 kept of 16 move from 10..15 to 0..5,
         # but 10 kept of 16 would move from 6..15 to 0..9.
-        if needed <= capacity and first_kept >= kept and self._is_writable():
+        if needed <= capacity and first_kept >= kept and self._fits(new):
             storage = self._storage
         else:
             capacity = max(needed, min(self._ceiling, max(2 * needed, FIRST_CAPACITY)))

@@ -101,9 +101,22 @@ def _read(mixer: nn.Module, model: PreTrainedModel, pieces: tuple[torch.Tensor, 
     layer = cache.layers[mixer.layer_idx]
     outputs = []
     for piece in pieces:
-        outputs.append(mixer(piece, **{name: cache}))
+        outputs.append(_outputs_per_token(mixer, mixer(piece, **{name: cache}), piece.shape[1]))
         for other in (other for other in cache.layers if isinstance(other, LinearAttentionCacheLayerMixin)):
             # Some mixers check the last layer instead of their own for an existing state.
             other.has_previous_state.update(layer.has_previous_state)
     states = [state for state in (*layer.conv_states.values(), *layer.recurrent_states.values()) if state is not None]
-    return [state.float() for state in (torch.cat(outputs, dim=1)[:, -BLOCK:], *states)]
+    merged = [torch.cat(parts, dim=1)[:, -BLOCK:] for parts in zip(*outputs, strict=True)]
+    return [state.float() for state in (*merged, *states)]
+
+
+def _outputs_per_token(mixer: nn.Module, output: object, tokens: int) -> list[torch.Tensor]:
+    """Return the tensors `(batch, tokens, ...)` that a mixer returned: one, or several (queries, keys and values)."""
+    parts = [part for part in (output if isinstance(output, tuple) else (output,)) if part is not None]
+    if not all(isinstance(part, torch.Tensor) and part.dim() > 2 and part.shape[1] == tokens for part in parts):
+        found = [tuple(part.shape) if isinstance(part, torch.Tensor) else type(part).__name__ for part in parts]
+        raise UnsupportedTargetError(
+            f"{type(mixer).__name__} has a recurrent state and returned {found} for {tokens} tokens. Only tensors of "
+            "shape (batch, tokens, ...) can be compared with reading one token at a time. Generate without a draft."
+        )
+    return parts

@@ -57,4 +57,6 @@ def read_one_by_one(mixer: nn.Module, call: Call, tokens: int, first: Any, after
         args, kwargs = slice_tokens(call, tokens, position, position + 1)
         outputs.append(mixer.forward(*args, **kwargs))
         after_each()
+    if isinstance(first, tuple):
+        return tuple(None if part[0] is None else torch.cat(part, dim=1) for part in zip(*outputs, strict=True))
     return torch.cat(outputs, dim=1)

@@ -139,6 +139,41 @@ class TargetCache:
             layer.begin_block()
 
     @torch.no_grad()
+    def replaced_by(self, returned: Cache | None, num_inputs: int) -> bool:
+        """Check after a forward that the target used this cache. If it used a new one, continue on that.
+
+        Some targets start another cache within a call (Phi-3 where its RoPE switches): they read the whole text again,
+        up to the anchor. The old cache gets its layers back as they were before the forward, and everything in the new
+        one counts as committed.
+
+        Args:
+            returned: the cache in the forward's output; None if the target returns none.
+            num_inputs: tokens that may be rolled back if they are rejected, anchor included; 1 if none are.
+
+        Returns:
+            whether the cache was replaced. `cache` is then the new one.
+
+        Raises:
+            UnsupportedTargetError: a block of several tokens was read into another cache, where rejected candidates
+                cannot be rolled back, or a layer of the new cache cannot be rolled back.
+            UnsupportedOptionError: the new cache is not a `DynamicCache`.
+        """
+        if returned is None or returned is self.cache:
+            return False
+        if num_inputs > 1:
+            raise UnsupportedTargetError(
+                f"{type(self._model).__name__} read a block of {num_inputs} tokens into another cache (a "
+                f"{type(returned).__name__}) than the one that was prepared for it (a {type(self.cache).__name__}), so "
+                "rejected candidates cannot be rolled back. Generate without a draft."
+            )
+        replacement = TargetCache(returned, self._model, max_length=self._max_length, block_size=self._block_size)
+        self.roll_back()
+        self._hand_back()
+        vars(self).update(vars(replacement))
+        self.__enter__()
+        return True
+
+    @torch.no_grad()
     def commit(self, kept: torch.Tensor, verified: int) -> None:
         """Bring every layer to the state it would have if only the first `kept[row]` of the last `verified` tokens had
         been read.
