@@ -112,8 +112,16 @@ def interrupt_at(step):
     return Interrupted
 
 
+@pytest.fixture
+def ctrl_c_works():
+    """Python's own handler, also where the tests were started with SIGINT ignored (a shell's background job)."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
 @pytest.mark.parametrize("failure", [None, RuntimeError, OSError, KeyboardInterrupt])
-def test_the_ctrl_c_handler_is_restored_however_training_ends(target, tmp_path, failure):
+def test_the_ctrl_c_handler_is_restored_however_training_ends(target, tmp_path, failure, ctrl_c_works):
     write_records(tmp_path / "data.jsonl")
     before = signal.getsignal(signal.SIGINT)
 
