@@ -90,14 +90,14 @@ def show_summary(console: Console, answers: dict[str, Answer], comparisons: dict
         rows.append(metrics(answer))
         rounds.proposed += answer.statistics[-1].proposed
         rounds.accepted += answer.statistics[-1].accepted
-        comparison = comparisons[kind]
-        same = "yes" if comparison.same else f"to token {comparison.first_difference}"
-        table.add_row(kind, *_formatted(rows[-1]), same)
+        table.add_row(kind, *_formatted(rows[-1]), _sameness(comparisons[kind]))
     if len(rows) > 1:
-        same = sum(comparison.same for comparison in comparisons.values())
+        same = sum(each.same for each in comparisons.values())
+        ties = sum(bool(each.within_tolerance) for each in comparisons.values() if not each.same)
+        agreement = f"{same} of {len(rows)}" + (f", {ties} up to a tie" if ties else "")
         medians = [statistics.median(column) for column in zip(*rows, strict=True)]
         table.add_section()
-        table.add_row("median", *_formatted(medians), f"{same} of {len(rows)}", style="bold")
+        table.add_row("median", *_formatted(medians), agreement, style="bold")
     console.rule("result")
     console.print(table)
     for kind, comparison in comparisons.items():
@@ -117,6 +117,13 @@ def metrics(answer: Answer) -> tuple[float, float, float, float]:
     plain = (len(answer.plain_ids) - answer.prompt_length) / answer.plain_seconds
     drafted = (len(answer.ids) - answer.prompt_length) / answer.seconds
     return plain, drafted, drafted / plain, answer.statistics[-1].tau
+
+
+def _sameness(comparison: Comparison) -> str:
+    if comparison.same:
+        return "yes"
+    token = comparison.first_difference + 1
+    return f"up to a near tie at {token}" if comparison.within_tolerance else f"NO, from token {token}"
 
 
 def _formatted(row: Any) -> list[str]:
