@@ -65,7 +65,7 @@ PHI3_READS_AGAIN = Version(transformers.__version__).release >= (5, 24)
 
 
 def build(name: str):
-    """Build a target anew: `dynamic` frequencies are kept on the model between two calls."""
+    """Build a new target: `dynamic` frequencies are kept on the model between two calls."""
     prefix, values = TARGETS[name]
     config = getattr(transformers, f"{prefix}{'Text' if prefix == 'Gemma3' else ''}Config")(**values)
     config.initializer_range = 0.4

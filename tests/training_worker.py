@@ -32,7 +32,7 @@ class Interrupted(trainer_module.StopOnInterrupt):
 
 
 torch.set_num_threads(1)
-# On a fast machine training is over before the late Ctrl-C, which must not end the process before its result is written.
+# On a fast machine training ends before the late Ctrl-C, which must not end the process before its result is written.
 signal.signal(signal.SIGINT, signal.SIG_IGN)
 trainer_module.StopOnInterrupt = Interrupted
 settings = tiny_settings(FOLDER, max_steps=10**5, held_out=0, save_every=10**5, batch_size=1, log_every=10**5)
