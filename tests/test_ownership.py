@@ -1,4 +1,4 @@
-"""What the package made on disk is told from what others made, and a file that is being written is locked."""
+"""The package tells its own files on disk from those of others, and locks a file while it is written."""
 
 import json
 import subprocess
